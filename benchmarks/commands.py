@@ -31,6 +31,7 @@ BENCHMARKS = {
     "samo": "Pruned chunks against dense ones: bytes at rest and sent, and the time of an update with compression.",
     "offload": "Models of 0.5 to 8 times a simulated device: our choice and Elixir's rule; bytes moved against FSDP2's.",
     "time-to-target": "Tokens and seconds until update rules have AdamW's final loss, each at its best learning rate.",
+    "dissect": "Every module, pass, collective and option of a configuration's step: measured beside planned.",
     "kernels": "Every operation of a training step: correctness, speed against plain PyTorch, and share of the step.",
     "collectives": "Two-level collectives against direct ones and rings, on simulated links; the choice among them.",
     "checkpoint": "Synchronous, asynchronous and DCP checkpoints; loading once or on every rank; bytes per node.",

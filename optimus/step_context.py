@@ -6,18 +6,40 @@ The context is not thread-local, because autograd has its own threads on an acce
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+# Regions of work on the state, beside the passes through modules.
+REDUCTION, NORM, CLEARING = "reduction of gradients", "norm of gradients", "clearing of gradients"
+GATHERING, FETCHING, OFFLOADING = "gathering of parameters", "fetching of parameters", "copy of gradients to the host"
+UPDATE, UPDATING = "optimizer step", "wait for an update"
+PASSES = "forward and backward passes"
 
 
 def region(name: Callable[[], str]) -> AbstractContextManager[object]:
     """Names the operations inside the block for a running profiler."""
     return record_function(name()) if torch.autograd._profiler_enabled() else nullcontext()
+
+
+def in_region(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Returns a decorator: calls of the function are in the region `name`."""
+
+    def wrap(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            with region(lambda: name):
+                return function(*args, **options)
+
+        return call
+
+    return wrap
 
 
 class Forms(Protocol):

@@ -1,7 +1,7 @@
 """A group of ranks, with its collectives and messages."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -21,7 +21,7 @@ from optimus.comm.scratch import Scratch
 from optimus.comm.strategies import Backend, Messages, Rounds, Strategy, TwoLevels
 from optimus.comm.watch import Watch
 from optimus.errors import UserError
-from optimus.step_context import StepContext
+from optimus.step_context import StepContext, region
 
 T = TypeVar("T")
 
@@ -263,10 +263,12 @@ class Group:
             elif self.rank == target:
                 self.recv(torch.zeros(1, device=device), source, "connection")
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
         """Records that this rank waits inside the context for other ranks of the group."""
         name, recorder = self.observer.name, self.observer.recorder
-        return recorder.waits(name, what, recorder.begun[name])
+        with region(lambda: f"{what}, ranks {name}"), recorder.waits(name, what, recorder.begun[name]):
+            yield
 
     # ---- Collectives of flags and Python objects ----
 

@@ -92,7 +92,7 @@ class Observer:
         Errors of this rank's device pass unchanged.
         """
         try:
-            with region(lambda: what), self.recorder.waits(name, what, number):
+            with region(lambda: f"{what}, ranks {name}"), self.recorder.waits(name, what, number):
                 yield
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise

@@ -5,7 +5,7 @@ plus the times that collectives over replicas, the optimizer, fetches of offload
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -24,6 +24,8 @@ from optimus.plan.offloading import OffloadSeconds, offload_seconds, sends_gradi
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.resolve import stages as of_run
 
+# Terms of a step beside the passes.
+_OUTSIDE = "data_parallel", "optimizer", "fetching", "data", "checkpoint"
 # Share of the overlapped time by which collectives slow computation.
 _CONTENTION = 0.2
 _TOKEN = 8  # bytes of each token that a rank copies to its device
@@ -36,6 +38,19 @@ class StepTime:
 
     seconds: float
     terms: Mapping[str, float]
+
+
+class PartTime(NamedTuple):
+    """Seconds of a step that the slowest rank spends in a part of the step.
+
+    `part` is a kind of module, or what else the rank works on; `work` is `compute`, or the kind of parallelism whose
+    exposed collectives these are.
+    """
+
+    part: str
+    pass_: str  # forward, recompute, backward or step
+    work: str
+    seconds: float
 
 
 class _Stage(NamedTuple):
@@ -88,6 +103,53 @@ def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
     return _sum(work, passes.stages, seconds, _other_terms(work, passes, seconds))
 
 
+def part_times(job: Job) -> list[PartTime]:
+    """Returns the predicted seconds of the parts of a job's step; the sum is `step_time(job).seconds`.
+
+    The seconds may be 0. The output layer has no backward pass, because it finds its gradients in the forward pass.
+    """
+    work = costs_of(job)
+    passes, m, found = _passes(work), job.microbatches, defaultdict[tuple[str, str, str], float](float)
+    step = step_time(job, work)
+    for stage, counts in zip(passes.stages, passes.held):
+        for part, times, number in _parts(work, counts):
+            names = 3 * ("forward",) if part == "head" else ("forward", "backward", "backward")
+            for name, terms in zip(names, times):
+                for kind, seconds in _works(terms):
+                    found[part, name, kind] += m * number * seconds
+        for part, terms in _recomputed_parts(work, counts) if job.recompute else ():
+            for kind, seconds in _works(terms):
+                found[part, "recompute", kind] += m * seconds
+        found["host", "step", "launches"] += m * stage.host
+        if stage.gathers:
+            forward, backward = stage.forward, add([stage.backward, stage.weights])
+            gathered, reduced = _gathering(work, counts, forward, backward)
+            found["parameters", "step", "gathering"] += m * gathered
+            found["gradients", "step", "reduction"] += m * reduced
+    busy, of_passes = sum(found.values()), step.seconds - sum(step.terms[name] for name in _OUTSIDE)
+    found = defaultdict(float, {key: min(1.0, of_passes / busy) * seconds for key, seconds in found.items()})
+    moved = work.memo(("state", passes.held), lambda: _state_seconds(work, passes.held))
+    reduced, gathered = _reduction(work, moved, passes.stage_times)
+    found["gradients", "step", "reduction"] += reduced
+    found["parameters", "step", "gathering"] += gathered
+    others = {
+        ("optimizer", "update"): "optimizer",
+        ("parameters", "fetching"): "fetching",
+        ("pipeline", "waiting"): "pipeline",
+        ("data", "copy"): "data",
+        ("checkpoint", "writing"): "checkpoint",
+    }
+    for (part, kind), term in others.items():
+        if term != "pipeline" or job.mesh.pp > 1:  # else the rounding of the sum
+            found[part, "step", kind] += step.terms[term]
+    return [PartTime(*key, seconds) for key, seconds in found.items()]
+
+
+def _works(terms: Terms) -> Iterator[tuple[str, float]]:
+    yield "compute", terms.compute
+    yield from (("tensor", terms.tensor), ("context", terms.context), ("expert", terms.expert))
+
+
 def least_time(job: Job, work: RankCosts | None = None) -> float:
     """Returns a lower bound of `step_time` in seconds.
 
@@ -125,7 +187,7 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
             stage = stage._replace(again=again)
         if job.state.shard == "parameters":
             passes = stage.forward, add([stage.backward, stage.weights])
-            stage = stage._replace(gathers=_gathering(work, each, *passes))
+            stage = stage._replace(gathers=sum(_gathering(work, each, *passes)))
         stages[number] = stage
     unlike = {number: stage.times for number, stage in stages.items()}
     times, seconds = tuple([unlike[number] for number in alike]), {n: each.seconds for n, each in unlike.items()}
@@ -169,7 +231,7 @@ def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, 
         )
         beside = offload_seconds(job, held, forward, backward)
     others = {
-        "data_parallel": _reduction(work, moved, passes.stage_times),
+        "data_parallel": sum(_reduction(work, moved, passes.stage_times)),
         "optimizer": beside.update,
         "fetching": beside.fetching,
         "data": job.tokens / job.mesh.dp * _TOKEN / work.machine.host.link,
@@ -206,19 +268,27 @@ def counts_of(model: Architecture, sizes: tuple[int, ...]) -> tuple[PartCounts, 
 
 
 def _stage(work: RankCosts, counts: PartCounts) -> _Stage:
-    parallel, parts, starting = work.job.parallel, list[tuple[Passes, float]](), 0.0
+    experts = (counts.count_at(layer) for layer in work.modules if work.model.experts_of(layer))
+    starting, parts = sum((work.profile.host * number for number in experts), 0.0), [*_parts(work, counts)]
+    forward, backward, weights = (add(_scaled(passes[i], times) for _, passes, times in parts) for i in range(3))
+    return _Stage(forward, backward, weights, Terms(), starting)
+
+
+def _parts(work: RankCosts, counts: PartCounts) -> Iterator[tuple[str, Passes, float]]:
+    """Yields the kinds of modules of a stage: (name, passes of one module, number of modules)."""
+    parallel = work.job.parallel
     for layer, modules in work.modules.items():
         if number := counts.count_at(layer):
-            parts += [(passes, times * number) for passes, times in modules.values()]
-            starting += work.profile.host * number if work.model.experts_of(layer) else 0.0
+            yield from ((name, passes, times * number) for name, (passes, times) in modules.items())
     if parallel.vocabulary:
-        parts += [(work.embedding, 1 / parallel.stages_per_rank), (work.head, 1 / parallel.stages_per_rank)]
+        yield "embedding", work.embedding, 1 / parallel.stages_per_rank
+        yield "head", work.head, 1 / parallel.stages_per_rank
     else:
-        parts += [(work.embedding, counts.first), (work.head, counts.last), (work.norm, counts.last)]
+        yield "embedding", work.embedding, counts.first
+        yield "head", work.head, counts.last
+        yield "norm", work.norm, counts.last
     if work.job.teachers and counts.last:
-        parts.append((work.cached("teacher", lambda: _teaching(work)), 1))
-    forward, backward, weights = (add(_scaled(passes[i], times) for passes, times in parts) for i in range(3))
-    return _Stage(forward, backward, weights, Terms(), starting)
+        yield "teacher", work.cached("teacher", lambda: _teaching(work)), 1
 
 
 def _teaching(work: RankCosts) -> Passes:
@@ -233,34 +303,39 @@ def _teaching(work: RankCosts) -> Passes:
 
 
 def _recomputed(work: RankCosts, counts: PartCounts) -> Terms:
-    job, recompute, again = work.job, work.job.recompute, list[Terms]()
+    return add(terms for _, terms in _recomputed_parts(work, counts))
+
+
+def _recomputed_parts(work: RankCosts, counts: PartCounts) -> Iterator[tuple[str, Terms]]:
+    job, recompute = work.job, work.job.recompute
     for layer, modules in work.modules.items():
         if number := counts.count_at(layer):
             share = number / (job.config.recompute_every if "block" not in recompute else 1)
             if "products" in recompute:
                 both = add(_scaled(passes.forward, times) for passes, times in modules.values())
-                again.append(_scaled(Terms(matmul=0.5 * both.matmul, memory=both.memory), share))
-            kinds = modules if "block" in recompute else recompute
+                yield "products", _scaled(Terms(matmul=0.5 * both.matmul, memory=both.memory), share)
             parts = {**modules, **work.inside(layer)}
-            for (forward, *_), times in (parts[kind] for kind in kinds if kind in parts):
+            for kind in modules if "block" in recompute else recompute & parts.keys():
+                (forward, *_), times = parts[kind]
                 if job.config.recompute_collectives == "keep":
                     forward = forward._replace(tensor=0.0, context=0.0, expert=0.0)
-                again.append(_scaled(forward, share * times))
-    return add(again)
+                yield kind, _scaled(forward, share * times)
 
 
 def _scaled(terms: Terms, times: float) -> Terms:
     return Terms(*(time * times for time in terms))
 
 
-def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Terms) -> float:
-    """Returns the seconds that all-gathers of parameters and reduce-scatters of gradients add to a microbatch in a
+def _gathering(work: RankCosts, counts: PartCounts, forward: Terms, backward: Terms) -> tuple[float, float]:
+    """Returns the seconds that all-gathers of parameters, and reduce-scatters of gradients, add to a microbatch in a
     stage."""
     profile = work.profile
     gather, reduce = work.memo(("gathers", counts), lambda: _gathers(work, counts))
-    second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce
+    again = gather if work.job.state.reshard_after_forward else 0.0
     share = profile.overlap_gather * work.machine.overlap
-    return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
+    second = _beside(again + reduce, share * backward.compute)
+    reduced = second * reduce / (again + reduce) if reduce else 0.0
+    return _beside(gather, share * forward.compute) + second - reduced, reduced
 
 
 def _gathers(work: RankCosts, counts: PartCounts) -> tuple[float, float]:
@@ -329,14 +404,15 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
     return _StateSeconds(microbatch_reduce, reduce, gather, turns, _update(work, held), files)
 
 
-def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes]) -> float:
+def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes]) -> tuple[float, float]:
+    """Returns the seconds that the reduction of gradients, and all-gathers of updated parameters, add to the passes."""
     job, profile = work.job, work.profile
     hidden, ahead = sum(each.backward + each.weights for each in times), sum(each.forward for each in times)
     if job.state.shard == "gradients":
         hidden *= job.microbatches
     hidden, ahead = (work.machine.overlap * seconds for seconds in (hidden, ahead))
     reduced = _beside(job.microbatches * moved.microbatch_reduce + moved.reduce, profile.overlap_data * hidden)
-    return reduced + moved.turns + _beside(moved.gather, profile.overlap_gather * ahead)
+    return reduced, moved.turns + _beside(moved.gather, profile.overlap_gather * ahead)
 
 
 def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:

@@ -28,6 +28,7 @@ from optimus.state.placement import ChunkContext, Placement
 from optimus.state.plan import ChunkPlan, StateSpec, place_chunks, shard_partitions, sharding_of, unpruned_shares
 from optimus.state.reduction import GradientReduction
 from optimus.state.transfers import Transfers, transfers
+from optimus.step_context import CLEARING, NORM, REDUCTION, in_region
 
 # Limits the running reductions with temporary gradient buffers, and separately the running gradient transfers to the
 # host.
@@ -225,6 +226,7 @@ class ModelState:
         for chunk in self.trained:
             chunk.gradients.bounded = bounded
 
+    @in_region(CLEARING)
     def clear_gradients(self) -> None:
         """Waits for running reductions, and clears the gradients."""
         self._reducing.clear()
@@ -263,6 +265,7 @@ class ModelState:
             self._offloading.popleft().finish_offload()
         return self._norm(squares)
 
+    @in_region(REDUCTION)
     def _reduce(self, chunk: TrainedChunk) -> Tensor:
         """Completes a chunk's reduction; returns the sum of squares of this rank's reduced gradients."""
         gradients = chunk.gradients
@@ -273,6 +276,7 @@ class ModelState:
             self._begin_offload(gradients)
         return gradients.square_sum(self.tile)
 
+    @in_region(NORM)
     def _norm(self, squares: Mapping[TrainedChunk, Tensor]) -> float:
         device = self.chunks[0].parameter.device
         square = torch.zeros((), device=device, dtype=square_dtype(device))

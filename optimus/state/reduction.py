@@ -22,7 +22,7 @@ from optimus.state.buffers import aligned
 from optimus.state.placement import Placement
 from optimus.state.statuses import ManagedBuffer, Status
 from optimus.state.unsharded import UnshardedParameters
-from optimus.step_context import StepContext
+from optimus.step_context import NORM, OFFLOADING, REDUCTION, StepContext, in_region
 
 
 class ChunkGradient(GradientBuffer):
@@ -213,6 +213,7 @@ class GradientReduction:
         self.begin_last()
         self.finish()
 
+    @in_region(REDUCTION)
     def begin_last(self) -> None:
         """Completes the reduction of the gradients into `reduced`, except the last operation, which may still run."""
         self._start_all()
@@ -230,12 +231,14 @@ class GradientReduction:
     def _begun(self) -> bool:
         return self.sum.status not in ("more", "last")
 
+    @in_region(REDUCTION)
     def finish(self) -> None:
         """Finishes all running operations of the reduction."""
         if self.sum.status in ("summing", "using"):
             self.sum.transition("arrive")
         self._turn.wait()
 
+    @in_region(REDUCTION)
     def free_gradient(self) -> None:
         """Advances the reduction until the reduction no longer needs the unsharded gradient buffer."""
         while self._gradients.status == "leaving" and self._turn:
@@ -246,6 +249,7 @@ class GradientReduction:
         """True if no other rank has gradients of these parameters."""
         return self.chunk.plan.shard_count * self.chunk.plan.replica_count == 1
 
+    @in_region(REDUCTION)
     def _start(self) -> None:
         plan = self.chunk.plan
         if self._gradients.status == "absent":
@@ -329,6 +333,7 @@ class GradientReduction:
         """True if the chunk offloads gradients, and their reduction is running or complete."""
         return self.offloaded and self.sum.status in ("summing", "summed")
 
+    @in_region(OFFLOADING)
     def offload_gradient(self, tile: int) -> None:
         """Begins to copy the reduced gradients to the host; later copies of the same step add to the host's
         gradients."""
@@ -350,12 +355,14 @@ class GradientReduction:
             self._host.transition("add", added)
         self.sum.transition("leave", copied)
 
+    @in_region(OFFLOADING)
     def finish_offload(self) -> None:
         """Waits for a running copy of the gradients to the host, and frees the gradients on the device."""
         if self.sum.status == "leaving":
             self.sum.transition("arrive")
             self._accumulated.transition("free")
 
+    @in_region(NORM)
     def square_sum(self, tile: int) -> Tensor:
         """Returns the sum of squares of this rank's reduced gradients, a scalar."""
         self.sum.transition("measure")
@@ -377,6 +384,7 @@ class GradientReduction:
         size = self.piece if gradients.device.type != "cpu" else aligned(tile, self.chunk.plan.align)
         return [square_sum(part) for part in gradients.split(size)]
 
+    @in_region(NORM)
     def square_bound(self) -> Tensor | float:
         """Starts the reduction of all gradients; returns the sum of squares of the gradients that this rank has added,
         times the number of additions.
@@ -400,6 +408,7 @@ class GradientReduction:
             self._host.finish()
             self._host.transition("read")
 
+    @in_region(REDUCTION)
     def wait_for(self, elements: float, tile: int) -> None:
         """Waits for the first `elements` elements of `reduced`, and measures what arrives for `square_sum`."""
         for piece in self._arriving(elements):

@@ -11,6 +11,7 @@ from torch import Tensor
 from optimus.comm import Handle, InTurn
 from optimus.state.placement import Placement
 from optimus.state.statuses import ManagedBuffer
+from optimus.step_context import FETCHING, GATHERING, UPDATING, region
 
 
 class UnshardedParameters(ManagedBuffer):
@@ -38,6 +39,10 @@ class UnshardedParameters(ManagedBuffer):
         # With the status "lent", gradients wait in the memory of the compute weights.
         if not (fetches or gathers) or self.part.status == "lent":
             return
+        with region(self._name):
+            self._start_gather(depth, fetches=fetches, gathers=gathers)
+
+    def _start_gather(self, depth: int, *, fetches: bool, gathers: bool) -> None:
         self.part.transition("gather")
         updating, turn = self.part.until, self._turn
         if updating is not None:
@@ -90,15 +95,21 @@ class UnshardedParameters(ManagedBuffer):
     def wait(self) -> None:
         """Waits for a running update and for running fetches and all-gathers; must precede any change of the parameter
         shard."""
-        self.part.finish_update()
+        with region(lambda: UPDATING):
+            self.part.finish_update()
         if self.until is not None:
-            self.finish()
-            if self.is_present:
-                chunk = self._chunk
-                # `data` hides the write from autograd, which would otherwise report a change of saved tensors.
-                chunk.elements.expand(
-                    chunk.parameter.data, chunk.plan.borders[-1], fresh=not chunk.plan.keeps_unsharded
-                )
+            with region(self._name):
+                self._finish_gather()
+
+    def _finish_gather(self) -> None:
+        self.finish()
+        if self.is_present:
+            chunk = self._chunk
+            # `data` hides the write from autograd, which would otherwise report a change of saved tensors.
+            chunk.elements.expand(chunk.parameter.data, chunk.plan.borders[-1], fresh=not chunk.plan.keeps_unsharded)
+
+    def _name(self) -> str:
+        return FETCHING if self._fetched else GATHERING
 
     def invalidate(self) -> None:
         """Marks the unsharded parameters as out of date after a change of the shard. Does nothing if the shard and the

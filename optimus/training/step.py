@@ -16,7 +16,7 @@ from optimus.model.moe.statistics import RouterStats
 from optimus.optim.schedule import SCHEDULES, LrSchedule, learning_rate
 from optimus.pipeline.staged import PipelineStages
 from optimus.state.model_state import ModelState
-from optimus.step_context import region
+from optimus.step_context import PASSES, UPDATE, region
 from optimus.training.loss_scale import LossScale
 
 DATA = ("dp", "cp")  # mesh axes that divide the tokens of a global batch
@@ -82,7 +82,7 @@ def training_step(
     move_biases(routers, 0, state.team.all_reduce)  # clears the counts of passes outside of steps
     watch = state.groups.watch
     watch.begin()
-    with watch.on(), region(lambda: "forward and backward passes"):
+    with watch.on(), region(lambda: PASSES):
         losses, predicted = accumulate_gradients(model, state, batch, config, sources, loss_scale)
         # The sum over all ranks must be bitwise equal on all ranks, so that all ranks decide alike.
         sums = torch.cat([losses, state.square_bound()]) if on_arrival else losses
@@ -97,7 +97,7 @@ def training_step(
     # Up to the root of the bound, no sum over the ranks overflows.
     bound = min(_HUGE_NORM * factor, torch.finfo(getattr(torch, config.state.gradient_dtype)).max)
     updated = loss <= min(loss_limit, sys.float_info.max) and square <= bound**2
-    with region(lambda: "optimizer step"):
+    with region(lambda: UPDATE):
         if updated:
             norm = state.reduce_and_step(lr, clip_scale(config, step, 0.0) / factor) / factor
             if not math.isfinite(norm):
@@ -117,7 +117,7 @@ def training_step(
     )
     result = StepResult(loss, balance, z, norm, lr, False, divergence, norm * scale, predicted, overflow, by_source)
     skipped = result.unfit or result.overflow or loss > loss_limit  # none of them, if `updated`
-    with region(lambda: "optimizer step"):
+    with region(lambda: UPDATE):
         if skipped:
             state.skip()
         elif not updated:

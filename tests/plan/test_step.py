@@ -14,7 +14,7 @@ from optimus.mesh import Mesh
 from optimus.model.count import count_parameters, flops_per_token
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine, load_machine
-from optimus.plan.step import StepTime, blocks_of_stages, step_time
+from optimus.plan.step import StepTime, blocks_of_stages, part_times, step_time
 
 MACHINE = load_machine("dgx-a100")
 # A small vocabulary gives all stages the same time.
@@ -42,6 +42,28 @@ def test_terms_add_up_to_the_step() -> None:
     ):
         found = step(asked)
         assert sum(found.terms.values()) == pytest.approx(found.seconds)
+
+
+def test_parts_add_up_to_the_terms_of_the_step() -> None:
+    """Sums of parts: everything, the recomputation, and collectives by the kind of parallelism."""
+    for asked in (
+        changed(JOB, recompute={"norm", "attention"}),
+        changed(JOB, mesh=Mesh(pp=4), recompute={"block"}),
+        changed(JOB, mesh=Mesh(dp=16, tp=4), shard="parameters"),
+        changed(JOB, mesh=Mesh(dp=8, tp=2), shard="gradients", recompute={"products"}),
+        job(SPARSE, MACHINE, Mesh(dp=8, ep=8), 2048, 1, 8),
+    ):
+        found, parts = step_time(asked), part_times(asked)
+        assert sum(part.seconds for part in parts) == pytest.approx(found.seconds)
+        passes, works = (
+            {of: sum(part.seconds for part in parts if part[i] == of) for of in {part[i] for part in parts}}
+            for i in (1, 2)
+        )
+        assert passes.get("recompute", 0.0) == pytest.approx(found.terms["recomputation"])
+        for kind in ("tensor", "expert"):
+            assert works.get(kind, 0.0) == pytest.approx(found.terms[f"{kind}_parallel"])
+        state = sum(part.seconds for part in parts if part.part in ("parameters", "gradients"))
+        assert state == pytest.approx(found.terms["parameter_gathering"] + found.terms["data_parallel"])
 
 
 def test_model_flops_never_pass_the_peak() -> None:
