@@ -44,7 +44,7 @@ def windows_of(ends: Sequence[NDArray[np.int64]]) -> int:
 def documents_of(ends: Sequence[NDArray[np.int64]], window: int) -> tuple[int, NDArray[np.int64]]:
     """Returns, for the documents of window number `window`, the first token of all streams and the ends [N]."""
     first, last = window * WINDOW, (window + 1) * WINDOW
-    start, parts, documents, tokens = 0, [], 0, 0
+    start, parts, documents, tokens = 0, list[NDArray[np.int64]](), 0, 0
     for end_N in ends:
         low, high = (min(max(0, at - documents), len(end_N)) for at in (first, last))
         if low < high:

@@ -33,7 +33,7 @@ class RowChecksums:
     def is_same(self, row: int, content: NDArray[Any]) -> bool:
         """Returns False if the run has read `row` before, with another content. Raises `UserError` if the file cannot
         be written."""
-        found = zlib.crc32(np.ascontiguousarray(content)) or 1
+        found = zlib.crc32(np.ascontiguousarray(content).data) or 1
         with self._naming():
             known = int.from_bytes(os.pread(self._file, BYTES, BYTES * row), "little")
             if not known:

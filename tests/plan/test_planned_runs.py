@@ -19,9 +19,10 @@ from optimus.model.count import count_parameters
 from optimus.plan.job import Job
 from optimus.plan.job_builder import as_configured, asked, configured
 from optimus.plan.memory import device_capacity, memory_of
+from optimus.plan.memory_fit import residencies
 from optimus.plan.prediction import Plan, dry_run
 from optimus.plan.proposal import config_of, facts_of, layout_of
-from optimus.plan.search import search
+from optimus.plan.search import fits, search
 from optimus.resolve.memory import at_rest, memories, memory
 from optimus.resolve.resolve import resolve
 from optimus.resolve.run import RunInputs
@@ -58,9 +59,10 @@ def check(monkeypatch: pytest.MonkeyPatch, config: RunConfig, job: Job) -> None:
 
 
 def plans(config: RunConfig, machine: str, ranks: int, changes: list[str], imbalance: float, best: int) -> list[Plan]:
-    """Returns the plans, or an empty list if no layout fits."""
+    """Returns the plans, or an empty list if no layout fits; a search would take minutes to say so."""
     try:
-        return search(asked(config, machine, ranks, changes, imbalance), best=best)
+        job = asked(config, machine, ranks, changes, imbalance)
+        return search(job, best=best) if any(map(fits, residencies(job.checked().undivided))) else []
     except UserError as error:
         if re.search("no layout fits|do not fill nodes|has no .* arithmetic", str(error)):
             return []
