@@ -52,7 +52,7 @@ def test_each_checkpoint_is_scored_once(small_run: dict[str, Any], text: Path, t
     assert watcher.stdout is not None
     first = json.loads(watcher.stdout.readline())  # it has scored what was there, and waits for more
     optimus.train(config, resume=True)
-    out, _ = watcher.communicate(timeout=120)
+    out, _ = watcher.communicate(timeout=300)
     assert watcher.returncode == 0
     found = {row["step"]: row["evaluated/bits_per_byte"] for row in [first, *map(json.loads, out.splitlines())]}
     checkpoints = list_checkpoints(run)

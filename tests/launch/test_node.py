@@ -616,7 +616,7 @@ def test_ranks_save_however_often_their_node_is_told_to_end(tmp_path: Path) -> N
     for _ in range(5):
         node.send_signal(signal.SIGTERM)
         time.sleep(0.4)
-    said = node.communicate(timeout=60)[1]
+    said = node.communicate(timeout=300)[1]
     assert node.returncode == 143, said
     assert state.read_text() == "saved"
     assert "Traceback" not in said

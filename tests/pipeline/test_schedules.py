@@ -78,10 +78,10 @@ def test_threads_run_it_with_sends_that_wait_for_their_receives(name: str, ranks
                 if action.kind.sends:
                     channel = rank, schedule.peer(action)
                     content[channel].put(action)
-                    taken[channel].get(timeout=10)
+                    taken[channel].get(timeout=120)
                 elif not action.kind.computes:
                     channel = schedule.peer(action), rank
-                    found = content[channel].get(timeout=10)
+                    found = content[channel].get(timeout=120)
                     taken[channel].put(None)
                     assert partner(found) == action
             ends.append("done")

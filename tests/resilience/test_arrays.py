@@ -110,7 +110,7 @@ class Cluster:
         if not self.path.exists():
             assert write_array_job(self.job, self.scheduler, self.path) == command
         return subprocess.run(
-            command, shell=True, capture_output=True, text=True, env=self.environment, timeout=60, cwd="/"
+            command, shell=True, capture_output=True, text=True, env=self.environment, timeout=300, cwd="/"
         )
 
     def lines(self, name: str) -> list[str]:

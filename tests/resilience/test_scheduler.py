@@ -103,7 +103,7 @@ class Stage:
 
     def submit(self, play: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(play), shell=True, capture_output=True, text=True, env=self.environment, timeout=60
+            self.command(play), shell=True, capture_output=True, text=True, env=self.environment, timeout=300
         )
 
     def launches(self) -> dict[str, list[dict[str, str]]]:
@@ -276,7 +276,7 @@ def test_the_warning_reaches_the_agents(stage: Stage) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     job.send_signal(signal.SIGTERM)
-    out, _ = job.communicate(timeout=30)
+    out, _ = job.communicate(timeout=300)
     assert job.returncode == 1
     assert "submit it again" in out
     assert sorted((stage.play / "saved").read_text().split()) == NODES
@@ -301,7 +301,7 @@ def test_the_host_shows_that_it_lives_while_nodes_save(stage: Stage) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.killpg(job.pid, signal.SIGTERM)
-    out, _ = job.communicate(timeout=30)
+    out, _ = job.communicate(timeout=300)
     assert "submit it again" in out
     assert sorted((stage.play / "alive").read_text().split()) == NODES
     assert not running(stage)

@@ -206,7 +206,7 @@ def test_a_plain_script_leaves_no_processes_or_files(tmp_path: Path, request: py
     request.addfinalizer(lambda: shutil.rmtree(temporary))
     environment = {**os.environ, "TMPDIR": str(temporary)}
     command = [sys.executable, str(script), end]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     processes = done.stdout.split()
     assert len(set(processes)) == 3, done.stderr
     assert done.returncode == {"return": 0, "killed": -signal.SIGKILL}[end]

@@ -192,7 +192,7 @@ def test_others_are_kept_out_while_it_lives_and_its_ranks_end_with_it(
         assert f"is held by process {process.pid} on " in optimus.train(endless, resume=True, check=True)["held"]
         process.kill()
         process.wait()
-        _, alive = psutil.wait_procs(ranks, timeout=120)
+        _, alive = psutil.wait_procs(ranks, timeout=300)
         assert alive == []
     newest = read_description(list_checkpoints(folder)[-1]).step
     summary = optimus.train(endless, [f"train.stop_at={newest + 1}"], resume=True)

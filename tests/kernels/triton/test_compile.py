@@ -70,6 +70,7 @@ def check_widths(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("target", in_turns(TARGETS, len(TARGETS)))
 def test_kernels_compile(target: str) -> None:
     pytest.importorskip("triton.backends.amd" if target.startswith("gfx") else "triton.backends.nvidia")
@@ -77,6 +78,7 @@ def test_kernels_compile(target: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("target", in_turns(TARGETS, len(TARGETS)))
 def test_kernels_compile_with_another_triton(target: str) -> None:
     folder = os.environ.get("OPTIMUS_TRITON")

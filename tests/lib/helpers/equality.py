@@ -53,7 +53,7 @@ def assert_same_as_one_process(
     steps: int,
     *,
     rtol: float = 1e-5,
-    timeout: float = 120.0,
+    timeout: float = 480.0,
     device: str = "cpu",
 ) -> None:
     """Asserts that `steps` steps of `config` in every layout have one process's losses, gradient norms and final
