@@ -398,7 +398,7 @@ def start_all(cluster: Lab, log: Path) -> list[int]:
     """Starts a process on each host with two children, one in another session, as ranks are; returns all six ids."""
     for host in cluster.hosts:
         cluster.start(host, ["sh", "-c", "setsid sleep 1234 & sleep 1234"], log)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while True:
         found = [psutil.Process(cluster._processes[host].pid) for host in cluster.hosts]
         pids = [each.pid for process in found for each in (process, *process.children(recursive=True))]
