@@ -340,7 +340,21 @@ def _complete(run: PrepareRun, states: Sequence[Journal], joint: Joint, plan: Sh
 
 def _take_part(run: PrepareRun, settings: dict[str, Any], info: TokenizerInfo | None, stage: Stage) -> dict[str, Any]:
     """Does the part of one task, and of the second stage what is possible."""
+    try:
+        return _take_part_unfinished(run, settings, info, stage)
+    except (OSError, UserError, EndedElsewhereError):
+        if not run.is_finished:  # another task has renamed the folder
+            raise
+    return shards.read_index(run.output, token_files=True)
+
+
+def _take_part_unfinished(
+    run: PrepareRun, settings: dict[str, Any], info: TokenizerInfo | None, stage: Stage
+) -> dict[str, Any]:
     begin_tasks(run.partial, _settings_of_tasks(run, settings))
+    if run.is_finished:  # between the look at `output` and this folder, which has settings alone
+        shutil.rmtree(run.partial, ignore_errors=True)
+        raise EndedElsewhereError
     if stage != "shards":
         with journal.locked(run.folder), noting_failure(run.folder):
             write_stream(run, _settings_of_tasks(run, settings), info)
@@ -349,19 +363,15 @@ def _take_part(run: PrepareRun, settings: dict[str, Any], info: TokenizerInfo | 
         return status
     if status["missing"]:
         raise UserError(f"not all tasks of {run.output} have written their streams:\n{status_text(status)}")
-    try:
-        joined = None if (run.partial / shards.INDEX).exists() else _join(run, *_streams(run, info))
-        while not run.is_finished:
-            with journal.held(run.partial) as lock:
-                if lock and joined is not None:
-                    return _complete(run, *joined)
-                if lock:
-                    return _finish(run, shards.read_index(run.partial, token_files=True))
-            time.sleep(0.1)
-    except (OSError, UserError, EndedElsewhereError):
-        if not run.is_finished:  # another task has renamed the folder
-            raise
-    return shards.read_index(run.output, token_files=True)
+    joined = None if (run.partial / shards.INDEX).exists() else _join(run, *_streams(run, info))
+    while not run.is_finished:
+        with journal.held(run.partial) as lock:
+            if lock and joined is not None:
+                return _complete(run, *joined)
+            if lock:
+                return _finish(run, shards.read_index(run.partial, token_files=True))
+        time.sleep(0.1)
+    raise EndedElsewhereError
 
 
 def _settings_of_tasks(run: PrepareRun, settings: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from optimus.resolve.ranks import mesh_of
 from optimus.state.model_state import ModelState
 from optimus.testing import run_ranks
 from optimus.testing.steps import build, random_batch
+from optimus.training.loss_scale import first_loss_scale
 from optimus.training.step import StepResult, training_step
 
 CHAINS = range(16)
@@ -56,7 +57,7 @@ BESIDE_THE_POINT = (
     "train.loss",  # and train.loss_scale
     "train.precision",
 )
-MIXED = (3, 7, 11)  # chains in which some layouts compute in bf16
+MIXED = {3: "bfloat16", 7: "bfloat16", 11: "float16"}  # chains in which some layouts compute in this type
 RTOL = {False: 2e-5, True: 5e-2}  # relative tolerance of losses and norms, by whether the chain is mixed
 WORLDS = {  # layouts of world sizes that are not drawn
     "dense": [
@@ -126,7 +127,9 @@ def chain(number: int) -> Chain:
     layouts = [choice.choice(kind or plain) for kind in kinds]
     if number in MIXED:
         layouts = [
-            layout._replace(overrides=[*layout.overrides, f"train.precision={choice.choice(('float32', 'bfloat16'))}"])
+            layout._replace(
+                overrides=[*layout.overrides, f"train.precision={choice.choice(('float32', MIXED[number]))}"]
+            )
             for layout in layouts
         ]
     return Chain(model, layouts, _hows(choice), number in MIXED)
@@ -203,7 +206,8 @@ def _made(config: dict[str, Any]) -> tuple[RunConfig, PipelineStages, ModelState
 
 def _train(tree: RunConfig, model: PipelineStages, state: ModelState, step: int) -> StepResult:
     data = state.groups.along("dp")
-    return training_step(model, state, random_batch(tree, step).chunk(data.size)[data.rank], tree, step)
+    batch = random_batch(tree, step).chunk(data.size)[data.rank]
+    return training_step(model, state, batch, tree, step, loss_scale=first_loss_scale(tree))
 
 
 def _target(run: Path, tree: RunConfig, state: ModelState, step: int, full: bool) -> Target:
@@ -237,8 +241,9 @@ def travel(chain: Chain, run: Path) -> None:
             source = step_folder(run, step)
             assert_universal(source, saved)
             weights = {key: tensor for key, tensor in saved.items() if key.startswith("model.")}
-            if "train.precision=bfloat16" in layout.overrides:
-                weights = {key: tensor.bfloat16() for key, tensor in weights.items()}
+            for precision in {*MIXED.values()}:
+                if f"train.precision={precision}" in layout.overrides:
+                    weights = {key: tensor.to(getattr(torch, precision)) for key, tensor in weights.items()}
             assert_universal(weights_folder(run, step), weights)
             saved = weights if chain.hows[place + 1].take == "weights alone" else saved
 

@@ -10,6 +10,7 @@ import random
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from helpers.forks import forked
 from helpers.sweep import part_of
 from optimus.cli import app
 from optimus.data import preparation, shards, token_writers, tokenizer, units
@@ -233,12 +235,11 @@ def test_processes_share_the_blocks(
     run("one", to)
     for number in range(3):
         run("many", to, tasks=3, task=number, stage="streams")
-    children = []
-    for number in range(3):
-        children.append(os.fork())
-        if children[-1] == 0:
-            done = run("many", to, tasks=3, task=number, stage="shards")
-            os._exit(0 if done["format"] == shards.TOKEN_FILES else 1)
+
+    def share(number: int) -> None:
+        assert run("many", to, tasks=3, task=number, stage="shards")["format"] == shards.TOKEN_FILES
+
+    children = [forked(partial(share, number)) for number in range(3)]
     assert [os.WEXITSTATUS(os.waitpid(child, 0)[1]) for child in children] == [0] * 3
     assert contents(tmp_path / "many") == contents(tmp_path / "one")
 

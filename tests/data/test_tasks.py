@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from helpers.forks import forked
 from helpers.sweep import in_turns
 from optimus.data import files, joining, journal, packing, preparation, stream_writer, units
 from optimus.data.preparation import prepare
@@ -161,12 +163,13 @@ def test_fifty_kills(
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the tokenizers' threads do not survive a fork
     options, generator, kills = SELECTIONS[selection], random.Random(f"{selection} {tasks}"), 0
     run("one", **options)
+
+    def take_part() -> None:
+        with killed_at(generator.randrange(1, 300 // tasks), monkeypatch):
+            run("many", tasks=tasks, task=generator.randrange(tasks), **options)
+
     while kills < 50:
-        child = os.fork()
-        if child == 0:
-            with killed_at(generator.randrange(1, 300 // tasks), monkeypatch):
-                run("many", tasks=tasks, task=generator.randrange(tasks), **options)
-            os._exit(0)
+        child = forked(take_part)
         generator.seed(f"{generator.random()}")  # the child has used its copy
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
@@ -188,14 +191,36 @@ def test_the_second_stage_is_shared(
     run("one", dedup="minhash")
     for number in range(4):
         assert run("many", tasks=4, task=number, dedup="minhash", stage="streams")["tasks"] == 4
-    children = []
-    for number in range(4):
-        children.append(os.fork())
-        if children[-1] == 0:
-            done = run("many", tasks=4, task=number, dedup="minhash", stage="shards")
-            os._exit(0 if "shards" in done and "settings" in done else 1)
+
+    def share(number: int) -> None:
+        done = run("many", tasks=4, task=number, dedup="minhash", stage="shards")
+        assert "shards" in done
+        assert "settings" in done
+
+    children = [forked(partial(share, number)) for number in range(4)]
     assert [os.WEXITSTATUS(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
     assert contents(tmp_path / "many") == contents(tmp_path / "one")
+
+
+@pytest.mark.parametrize("name", ["begin_tasks", "prepare_status", "_join"])
+def test_a_task_that_looks_while_another_one_ends_returns_the_output(
+    run: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    expected = run("one")
+    for number in range(3):
+        run("many", tasks=3, task=number, stage="streams")
+    function = getattr(preparation, name)
+    with monkeypatch.context() as patch:
+
+        def late(*args: Any) -> Any:
+            patch.undo()
+            run("many", tasks=3, task=1)
+            return function(*args)
+
+        patch.setattr(preparation, name, late)
+        assert run("many", tasks=3, task=0) == expected
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    assert not (tmp_path / "many.partial").exists()
 
 
 def test_a_unit_of_a_process_that_hangs_is_done_by_another(
