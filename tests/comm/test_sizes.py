@@ -9,8 +9,8 @@ from torch import Tensor
 from helpers.sweep import in_turns
 from optimus.comm import Groups
 from optimus.comm.algorithms import LONG_SUM
-from optimus.comm.exchange import TILE
 from optimus.comm.group import Group
+from optimus.kernels.row_sum import TILE
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
