@@ -230,9 +230,10 @@ def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, 
             sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.stage_times))
         )
         beside = offload_seconds(job, held, forward, backward)
+    reduced, gathered = _reduction(work, moved, passes.stage_times)
     others = {
-        "data_parallel": sum(_reduction(work, moved, passes.stage_times)),
-        "optimizer": beside.update,
+        "data_parallel": reduced + gathered,
+        "optimizer": beside.update - _beside_reduction(work, stages, reduced, beside.update),
         "fetching": beside.fetching,
         "data": job.tokens / job.mesh.dp * _TOKEN / work.machine.host.link,
     }
@@ -413,6 +414,22 @@ def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes
     hidden, ahead = (work.machine.overlap * seconds for seconds in (hidden, ahead))
     reduced = _beside(job.microbatches * moved.microbatch_reduce + moved.reduce, profile.overlap_data * hidden)
     return reduced, moved.turns + _beside(moved.gather, profile.overlap_gather * ahead)
+
+
+def _beside_reduction(work: RankCosts, stages: Sequence[PartCounts], reduced: float, update: float) -> float:
+    """Returns the seconds of the update that run while the `reduced` seconds of reductions do, where nothing is
+    clipped.
+
+    A step of p pieces takes r + u + (p - 1) max(r, u) for the reduction r and the update u of a piece (AxoNN, section
+    3.3.3), so min(r, u) is hidden p - 1 times.
+    """
+    job, state = work.job, work.job.state
+    if job.config.optimizer.clip_norm is not None or not state.overlap or state.offload != "none":
+        return 0.0
+    held = [each for each in work.memo(("held", stages), lambda: chunk_groups(job, stages)) if each.rule.trains]
+    tiles = state.all_reduce_tiles
+    pieces = sum(len(each.plans) if tiles is None else -(-each.updated // (tiles * state.tile)) for each in held)
+    return (pieces - 1) / pieces * min(reduced, update) if pieces else 0.0
 
 
 def _update(work: RankCosts, held: Sequence[ChunkGroup]) -> float:

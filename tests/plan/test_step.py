@@ -1,5 +1,6 @@
 """Seconds of a step: bubbles, recomputation, communication behind computation, and stage partitions."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,25 @@ def test_terms_add_up_to_the_step() -> None:
     ):
         found = step(asked)
         assert sum(found.terms.values()) == pytest.approx(found.seconds)
+
+
+@pytest.mark.parametrize("tiles", [None, 1, 4])
+def test_updates_run_beside_reductions_where_nothing_is_clipped(tiles: int | None) -> None:
+    """A step of p pieces takes r + u + (p - 1) max(r, u) for the reduction r and the update u of a piece (AxoNN, 3.3.3),
+    against p (r + u)."""
+    state = {"all_reduce_tiles": tiles, "tile": 1 << 24, "chunk": 1 << 26}
+    asked = changed(JOB, mesh=Mesh(dp=16)).changed(state=state)
+    plain, arriving = (step(asked.changed(optimizer={"clip_norm": clip})).terms for clip in (1.0, None))
+    elements = count_parameters(DENSE).total
+    pieces = math.ceil(elements / (1 << 26 if tiles is None else tiles << 24))
+    saved = plain["optimizer"] - arriving["optimizer"]
+    least = min(plain["data_parallel"], plain["optimizer"])
+    assert least > 0
+    assert saved == pytest.approx((1 - 1 / pieces) * least)
+    assert {**arriving, "optimizer": plain["optimizer"]} == pytest.approx(plain)
+    for alone in ({"overlap": False}, {"offload": "optimizer"}):
+        kept = [step(asked.changed(state=state | alone, optimizer={"clip_norm": clip})).seconds for clip in (1.0, None)]
+        assert kept[0] == kept[1]
 
 
 def test_parts_add_up_to_the_terms_of_the_step() -> None:
