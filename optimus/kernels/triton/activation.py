@@ -98,5 +98,5 @@ GATED: Mapping[str, Gated] = {
     "gelu": Gated(_gelu, _gelu_backward),
     "gelu_tanh": Gated(_gelu_tanh, _gelu_tanh_backward),
     "relu": Gated(_relu, _relu_backward),
-    "clamped_silu": Gated(_clamped_silu, _clamped_silu_backward, columns=64),
+    "clamped_silu": Gated(_clamped_silu, _clamped_silu_backward, columns=32),
 }

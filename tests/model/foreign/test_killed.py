@@ -90,6 +90,10 @@ def test_a_killed_run_goes_on(small_run: dict[str, Any], tmp_path: Path, case: K
     losses = [[record["loss"] for record in read_metrics(run)] for run in (moved, undisturbed)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     weights = [dict(optimus.load_model(run).named_parameters()) for run in (moved, undisturbed)]
+    # Gradients of key biases are all rounding. AdamW moves a weight by at most the learning rate in a step (Kingma and Ba
+    # 2015, section 2.1), so those of two runs differ by twice the sum of the rates.
+    apart = 2 * STEPS * small_run["lr_schedule"]["lr"]
     for name, parameter in weights[1].items():
-        torch.testing.assert_close(weights[0][name], parameter, rtol=0, atol=1e-5, msg=name)
+        atol = apart if name.endswith("k_proj.bias") else 1e-5
+        torch.testing.assert_close(weights[0][name], parameter, rtol=0, atol=atol, msg=name)
     print(f"{kills} kills, checkpoints of steps {steps}")
