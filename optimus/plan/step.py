@@ -420,8 +420,8 @@ def _beside_reduction(work: RankCosts, stages: Sequence[PartCounts], reduced: fl
     """Returns the seconds of the update that run while the `reduced` seconds of reductions do, where nothing is
     clipped.
 
-    A step of p pieces takes r + u + (p - 1) max(r, u) for the reduction r and the update u of a piece (AxoNN, section
-    3.3.3), so min(r, u) is hidden p - 1 times.
+    With p pieces, reductions of r seconds and updates of u seconds take r + u + (p - 1) max(r, u) (AxoNN, section
+    3.3.3). Hence min(r, u) is hidden p - 1 times.
     """
     job, state = work.job, work.job.state
     if job.config.optimizer.clip_norm is not None or not state.overlap or state.offload != "none":
