@@ -225,7 +225,7 @@ def _other_terms(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, 
     moved = work.memo(("state", stages), lambda: _state_seconds(work, stages))
     beside = OffloadSeconds(moved.update, 0.0)
     if job.state.offload != "none":
-        held = work.memo(("held", stages), lambda: chunk_groups(job, stages))
+        held = _held(work, stages)
         forward, backward = (
             sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.stage_times))
         )
@@ -416,6 +416,10 @@ def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes
     return reduced, moved.turns + _beside(moved.gather, profile.overlap_gather * ahead)
 
 
+def _held(work: RankCosts, stages: Sequence[PartCounts]) -> Sequence[ChunkGroup]:
+    return work.memo(("held", stages), lambda: chunk_groups(work.job, stages))
+
+
 def _beside_reduction(work: RankCosts, stages: Sequence[PartCounts], reduced: float, update: float) -> float:
     """Returns the seconds of the update that run while the `reduced` seconds of reductions do, where nothing is
     clipped.
@@ -426,7 +430,7 @@ def _beside_reduction(work: RankCosts, stages: Sequence[PartCounts], reduced: fl
     job, state = work.job, work.job.state
     if job.config.optimizer.clip_norm is not None or not state.overlap or state.offload != "none":
         return 0.0
-    held = [each for each in work.memo(("held", stages), lambda: chunk_groups(job, stages)) if each.rule.trains]
+    held = [each for each in _held(work, stages) if each.rule.trains]
     tiles = state.all_reduce_tiles
     pieces = sum(len(each.plans) if tiles is None else -(-each.updated // (tiles * state.tile)) for each in held)
     return (pieces - 1) / pieces * min(reduced, update) if pieces else 0.0
