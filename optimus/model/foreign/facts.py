@@ -608,8 +608,9 @@ class _Analysis:
         """Returns (length of the longest sequence, text that names the limiting setting); (None, "") if unknown."""
         text = self.twin_config.get_text_config()
         for key, value in text.to_dict().items():
-            real = getattr(self.config.get_text_config(), key, None)
-            if not (_POSITIONS.search(key) and type(value) is int and type(real) is int and value > 0):
+            if not (_POSITIONS.search(key) and type(value) is int and value > 0):
+                continue
+            if type(real := getattr(self.config.get_text_config(), key, None)) is not int:
                 continue
             lengths = range(_SHORT + 1, _SHORT - 5, -1)
             longest = next((each for each in lengths if self._runs_with(key, _SHORT, each)), 0)

@@ -78,13 +78,11 @@ class _Listener:
         self.last: dict[str, Initial] = {}  # the last random distribution of each parameter
         self.found: dict[str, Initial] = {}
         self.parts: dict[str, list[Initial | None]] = {}
-        self.unset: set[int] = set()  # ids of buffers that had no storage
-        self.written: set[int] = set()
+        self.unset: dict[int, int] = {}  # versions, by id, of the zeros of buffers that had no storage
 
     def unwritten(self) -> list[str]:
-        """Returns the names of the buffers that had no storage and that no initialiser has written."""
-        unset = self.unset - self.written
-        return [name for name, each in self.module.named_buffers() if id(each) in unset]
+        """Returns the names of the buffers that had no storage and that nothing has written since."""
+        return [name for name, each in self.module.named_buffers() if self.unset.get(id(each)) == each._version]
 
     def run(self) -> dict[str, Initial]:
         """Runs the module's initialisation. Returns initial values by parameter name."""
@@ -112,7 +110,6 @@ class _Listener:
             elif tensor.is_meta and id(base) in self.names:
                 self.parts.setdefault(self.names[id(base)], []).append(_NOTES[kind](tensor, *args, **kwargs))
             elif id(tensor) in self.buffers or not tensor.is_meta:
-                self.written |= {id(tensor), id(base)}
                 original(tensor, *args, **kwargs)
             return tensor
 
@@ -270,14 +267,15 @@ def _is_finite(made: Initial) -> bool:
     return math.isfinite(made.value) and (made.values is None or bool(made.values.isfinite().all()))
 
 
-def _forget(module: nn.Module) -> set[int]:
-    """Removes marks of initialisation. Replaces buffers on the meta device by zeros, and returns ids of the zeros."""
-    unset = set()
+def _forget(module: nn.Module) -> dict[int, int]:
+    """Removes marks of initialisation. Replaces buffers on the meta device by zeros. Returns versions of the zeros by
+    id."""
+    unset = {}
     for owner in module.modules():
         for leaf, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
                 owner._buffers[leaf] = made = torch.zeros_like(buffer, device="cpu")
-                unset.add(id(made))
+                unset[id(made)] = made._version
         for each in (owner, *owner._parameters.values(), *owner._buffers.values()):
             getattr(each, "__dict__", {}).pop("_is_hf_initialized", None)
     return unset
