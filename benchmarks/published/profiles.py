@@ -24,6 +24,7 @@ class FrameworkProfile(Profile):
     attention: float = Field(1.0, ge=0, le=1)
     passes: float = Field(1.0, gt=0)
     overlap_tensor: float = Field(0.0, ge=0, le=1)
+    gathers_again: bool = False
     overlap_shared: float = Field(0.0, ge=0, le=1)
     collectives: Algorithm = "ring"
     copies: Literal["expert", "rank", "node", "levels"] = "rank"

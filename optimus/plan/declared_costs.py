@@ -145,7 +145,8 @@ class DeclaredCosts(RankCosts):
             parts.append(self._product(rows, n / out, k / inner))
             divided = self._tensor("all_reduce", rows * (n if outputs else k) / mesh.tp_out * self.e, "tp_in")
             enter, leave = add([self._enter(rows), divided]), self._leave(rows)
-            parts.append(Passes(enter, leave) if outputs else Passes(leave, enter))
+            again = self._enter(rows) if self.profile.gathers_again else Terms()
+            parts.append(Passes(enter, leave, again) if outputs else Passes(leave, enter))
         return together(parts)
 
     @cached_property

@@ -42,6 +42,9 @@ class Profile(Section):
     reduce-scatter of gradients."""
     overlap_tensor: float = Field(0.2, ge=0, le=1)
     """Share of the tensor-parallel collectives that computation overlaps."""
+    gathers_again: bool = True
+    """True if, with sequence parallelism, the backward pass all-gathers the input of a product again, instead of keeping
+    the gathered input."""
     overlap_expert: float = Field(0.0, ge=0, le=1)
     """Share of the expert-parallel collectives that computation overlaps."""
     overlap_shared: float = Field(1.0, ge=0, le=1)

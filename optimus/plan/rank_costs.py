@@ -150,15 +150,14 @@ class RankCosts(ABC):
         product = self._product(self.T, vocab / share, self.H, 1, self._plain)
         logits = self.T * vocab / share * 4
         loss = Passes(self._memory(3 * logits), self._memory(2 * logits))
-        gather = self._enter(self.T)
-        return together([product, loss, Passes(gather, gather)])
+        return together([product, loss, Passes(self._enter(self.T), self._leave(self.T))])
 
     @cached_property
     def embedding(self) -> Passes:
         """Seconds of the embedding's look-up, and of the reduction over the shards of the vocabulary."""
         size = self.T * self.H * self.e
-        look = add([self._memory(2 * size), self._leave(self.T)])
-        return Passes(look, self._memory(3 * size))
+        look, back = self._memory(2 * size), self._memory(3 * size)
+        return Passes(add([look, self._leave(self.T)]), add([back, self._enter(self.T)]))
 
     # ---- Parts ----
 

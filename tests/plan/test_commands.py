@@ -386,7 +386,7 @@ def test_another_machine(plan: Callable[..., Any]) -> None:
         plan("parallel.tensor=4", "--as-is", *more)["plans"][0] for more in ([], ["--what-if", "node.bandwidth=x2"])
     )
     assert faster["time"]["tensor_parallel"] < now["time"]["tensor_parallel"]
-    assert faster["time"]["matmul"] == now["time"]["matmul"]
+    assert faster["time"]["matmul"] == pytest.approx(now["time"]["matmul"])
     laptop = load_machine("laptop")
     assert changed(laptop, Profile(), ["memory=128e9", "network.bandwidth=x2"])[0].memory == 128e9
     assert changed(laptop, Profile(), ["name=xeon"])[0].name == "xeon"

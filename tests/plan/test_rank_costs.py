@@ -113,6 +113,16 @@ def test_tensor_parallelism_sends_the_stream_at_both_ends_of_a_layer() -> None:
     assert work(mesh=mesh, sequence=False).feed_forward[0].forward.tensor == pytest.approx(reduce)
     hidden = FrameworkProfile(about="a test", overlap_tensor=0.75)
     assert work(mesh=mesh, profile=hidden).feed_forward[0].forward.tensor == pytest.approx((gather + scatter) / 4)
+    once = work(mesh=mesh)
+    assert once.feed_forward[0].backward.tensor == pytest.approx(gather + scatter)
+    assert once.feed_forward[0].weights.tensor == 0.0
+    again = work(mesh=mesh, profile=FrameworkProfile(about="a test", gathers_again=True)).feed_forward[0]
+    assert again.weights.tensor == pytest.approx(gather)
+    for ends in (once.head, once.embedding):
+        assert ends.forward.tensor + ends.backward.tensor == pytest.approx(gather + scatter)
+    summed = work(mesh=mesh, sequence=False)
+    for ends in (summed.head, summed.embedding):
+        assert ends.forward.tensor + ends.backward.tensor == pytest.approx(reduce)
 
 
 def test_busy_experts_take_longer() -> None:
