@@ -68,7 +68,11 @@ def keywords(program: str) -> dict[str, Any]:
     constants: dict[str, Any] = {}
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Constant):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        ):
             constants[node.targets[0].id] = node.value.value
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -315,7 +319,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "corpus").mkdir()
     for name in ("web", "code"):
         for ending in ("bin", "idx"):
-            shutil.copy(made / "megatron" / f"text_document.{ending}", made / "corpus" / f"{name}_text_document.{ending}")
+            shutil.copy(
+                made / "megatron" / f"text_document.{ending}", made / "corpus" / f"{name}_text_document.{ending}"
+            )
     (made / "corpus" / "valid.jsonl").write_text(json.dumps({"text": "held-out text " * 50}) + "\n")
     shutil.copytree(made / "npy", made / "dolma")
     for path in ("tokenizers/llama-3.1-8b", "allenai/dolma2-tokenizer"):
@@ -441,7 +447,10 @@ print(json.dumps({
 
 DEEPSPEED = """
 import json
+import deepspeed.comm
 from deepspeed.runtime.config import DeepSpeedConfig
+
+deepspeed.comm.get_rank = lambda: 0  # without a process group the number of ranks would be 1
 
 class Mpu:
     get_data_parallel_world_size = staticmethod(lambda: 16)
@@ -455,7 +464,7 @@ print(json.dumps({
     "schedule_steps": schedule["total_num_steps"], "warmup_steps": schedule["warmup_num_steps"],
     "min_lr": rule["lr"] * schedule["cos_min_ratio"], "unsharded_below": zero.param_persistence_threshold,
     "shard": ["none", "optimizer", "gradients", "parameters"][int(zero.stage)],
-    "offload": {"cpu": "optimizer", "none": "none", "nvme": "disk"}[zero.offload_optimizer.device.value],
+    "offload": {"cpu": "optimizer", "none": "none", "nvme": "disk"}[zero.offload_optimizer.device],
 }))
 """
 
