@@ -166,7 +166,6 @@ def from_deepspeed() -> Numbers:
         "clip_norm": said["gradient_clipping"],
         "shard": ["none", "optimizer", "gradients", "parameters"][zero["stage"]],
         "offload": "optimizer" if zero["offload_optimizer"]["device"] == "cpu" else "none",
-        "unsharded_below": zero["stage3_param_persistence_threshold"],
         "checkpoint_every": int(start["--save_steps"]),
         "log_every": said["steps_per_print"],
     }
@@ -177,7 +176,8 @@ def from_olmo_core() -> Numbers:
     said = keywords(program)
     ranks = re.search(r"torchrun --nproc-per-node=(\d+)", text_of("olmo-core"))
     steps = re.search(r"Duration\.steps\(([\d_]+)\)", program)
-    assert ranks and steps
+    assert ranks
+    assert steps
     return {
         "ranks": int(ranks[1]),
         "global_batch": said["global_batch_size"] // said["sequence_length"],
@@ -263,7 +263,6 @@ def ours(page: str) -> Numbers:
         "shard": config.state.shard,
         "shard_ranks": config.state.shard_ranks,
         "offload": config.state.offload,
-        "unsharded_below": config.state.unsharded_below,
         "reshard_after_forward": config.state.reshard_after_forward,
         "checkpoint_every": config.checkpoint.every,
         "checkpoint_keep": config.checkpoint.keep,
@@ -462,7 +461,7 @@ print(json.dumps({
     "accumulation": c.gradient_accumulation_steps, "clip_norm": c.gradient_clipping, "log_every": c.steps_per_print,
     "lr": rule["lr"], "betas": rule["betas"], "eps": rule["eps"], "weight_decay": rule["weight_decay"],
     "schedule_steps": schedule["total_num_steps"], "warmup_steps": schedule["warmup_num_steps"],
-    "min_lr": rule["lr"] * schedule["cos_min_ratio"], "unsharded_below": zero.param_persistence_threshold,
+    "min_lr": rule["lr"] * schedule["cos_min_ratio"],
     "shard": ["none", "optimizer", "gradients", "parameters"][int(zero.stage)],
     "offload": {"cpu": "optimizer", "none": "none", "nvme": "disk"}[zero.offload_optimizer.device],
 }))
