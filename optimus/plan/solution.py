@@ -38,10 +38,13 @@ class LossLaw(NamedTuple):
         return float(self.floor + self.factor * tokens**-self.exponent)
 
     def tokens(self, loss: float) -> float:
-        """Returns the tokens after which the loss is `loss`; infinity at the floor and below."""
+        """Returns the tokens after which the loss is `loss`; infinity at the floor and below, and beyond any float."""
         if loss <= self.floor:
             return math.inf
-        return float((self.factor / (loss - self.floor)) ** (1 / self.exponent))
+        try:
+            return float((self.factor / (loss - self.floor)) ** (1 / self.exponent))
+        except OverflowError:
+            return math.inf
 
     def __str__(self) -> str:
         return f"{self.floor:.4g} + {self.factor:.4g} / tokens^{self.exponent:.4g}"
@@ -93,7 +96,7 @@ def solution_of(until: str | None, curve: str | None) -> Solution:
         )
     tokens, why = _tokens_until(value, curve)
     if not math.isfinite(tokens):
-        raise UserError(f"--until {until}: the loss never gets there: {why}")
+        raise UserError(f"--until {until}: the loss never gets there, or takes more than 1e308 tokens: {why}")
     return Solution(f"loss={text}", tokens, why)
 
 
