@@ -325,7 +325,10 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def main() -> None:
-    """Writes the pages."""
+    """Writes the pages, and the pictures of docs/architecture.md."""
+    import pictures  # beside this script
+
+    pictures.main()
     for name, text in pages().items():
         (FOLDER / name).write_text(text, encoding="utf-8")
 

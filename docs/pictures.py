@@ -1,7 +1,7 @@
 """Draws the two pictures of docs/architecture.md, a start and a step, as SVG; docs/generate.py runs the script.
 
-The rows are in the order in which the code calls the functions first, each below its caller. `tests/test_figures.py`
-compares them with a traced run.
+The rows are in the order in which the code calls the functions first, each below its caller.
+`tests/test_architecture_page.py` compares them with a traced run.
 """
 
 from pathlib import Path

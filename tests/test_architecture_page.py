@@ -1,5 +1,6 @@
 """The pictures of docs/architecture.md name functions that exist, in the order and nesting in which runs call them."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -139,3 +140,31 @@ def test_the_pictures_are_those_of_the_lists(name: str) -> None:
     assert re.findall(r'class="name"[^>]*>([^<]+)<', text) == [function for _, function in NAMES[name]]
     assert f"figures/{name}" in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in text
+
+
+def imports(package: str) -> set[str]:
+    """Returns the other packages that the modules of a package import anywhere, without `config`."""
+    found = set()
+    for path in (ROOT / "optimus" / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "optimus":
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("optimus."):
+                found.add(str(node.module).split(".")[1])
+    return {each for each in found if (ROOT / "optimus" / each).is_dir()} - {package, "config"}
+
+
+def test_the_table_of_packages_has_the_imports_of_the_code() -> None:
+    """A cell names all imports, or stands for the packages in the rows below it, but for those that it names."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)/` \| .* \| ([^|]*) \|$", page, re.MULTILINE)
+    packages = [package for package, _ in rows]
+    assert len(packages) > 20
+    for number, (package, said) in enumerate(rows):
+        named = {each for each in re.findall(r"`(\w+)`", said) if each in packages}
+        if said == "everything":
+            continue
+        if said.startswith("everything below"):
+            assert imports(package) <= set(packages[number + 1 :]) - named | {"testing"}, package
+        else:
+            assert imports(package) == named, package
