@@ -13,7 +13,7 @@ import yaml
 from helpers.wheels import build_wheel, install
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["optimus", "pyproject.toml", "README.md", "LICENSE"]
+SOURCES = ["optimus", "pyproject.toml", "README.pypi.md", "LICENSE"]
 
 # Runs in the installed package: all commands in turn, in one process, which loads torch once. Prints each result.
 DRIVER = """
