@@ -6,7 +6,6 @@ options are read for commands in NOT_RUN. Numbers may differ from those shown, w
 """
 
 import io
-import json
 import os
 import re
 import shlex
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
-import torch
 import typer
 import yaml
 from pydantic import BaseModel
@@ -486,53 +484,14 @@ def test_everything_public_is_in_the_reference_of_python() -> None:
         assert f"## `optimus.api.{name}`\n" in text
 
 
-EXAMPLES_ELSEWHERE = {  # examples of docs/python.md that need more than the reader's run, and the tests of their functions
-    "optimus.FastSparseMoEBlock": "tests/hub/test_drop_in.py",
-    "optimus.api.export_adapter": "tests/hub/test_adapters.py",
-    "optimus.api.gguf": "tests/hub/test_gguf.py",
-    "optimus.register_experts": "tests/hub/test_drop_in.py",
-}
-SMALLER_EXAMPLES = {
-    "best=3": "best=1",
-    "last=5": "last=2",
-    "max_tokens=40": "max_tokens=4",
-    'optimus.evaluate("runs/first", tasks=["sciq"], task_data="tasks/")["tasks"]["sciq"]["acc"]': "",  # needs a data set
-    'prepare(["texts/"], "data", train_tokenizer=4096': 'prepare(["texts/"], "prepared", train_tokenizer=400',
-    "train.steps=500": "train.steps=2",
-}
-LAST = ["optimus.api.rollback", "optimus.train"]  # they change the run of the others
-
-
-@pytest.mark.slow
-@pytest.mark.in_turn(0, 2)
-def test_examples_of_python_run(trained: Path, reader: Reader) -> None:
-    """Every function and class of the page has an example, and it runs in the folder of a reader with a trained run."""
+def test_everything_in_the_reference_of_python_has_an_example() -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    examples = {}
-    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        name, blocks = section.partition("\n")[0].strip("`"), re.findall(r"^```py\n(.*?)^```", section, re.M | re.S)
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert len(sections) == len({*optimus.__all__, *api.__all__})
+    for section in sections:
+        name, blocks = section.partition("\n")[0], re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
         assert len(blocks) == 2, f"{name} has no example in its docstring"
-        examples[name] = blocks[1]
-    assert all((ROOT / path).is_file() for path in EXAMPLES_ELSEWHERE.values())
-    assert all(any(printed in example for example in examples.values()) for printed in SMALLER_EXAMPLES)
-    folder = reader.folder
-    shutil.copytree(trained, folder, dirs_exist_ok=True)
-    for name in ("runs/a", "runs/b", "runs/web", "runs/math", "demo/run"):
-        shutil.copytree(trained / "runs" / "first", folder / name)
-    for name in ("texts", "held-out"):
-        shutil.copytree(trained / "text", folder / name)
-    (folder / "tokenizer").mkdir()
-    shutil.copy(trained / "data" / "tokenizer.json", folder / "tokenizer")
-    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
-    (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    names = {"optimus": optimus, "api": api, "torch": torch, "transformers": pytest.importorskip("transformers")}
-    for name in [*(name for name in examples if name not in {*EXAMPLES_ELSEWHERE, *LAST}), *LAST]:
-        if name == "optimus.train":
-            shutil.rmtree(folder / "runs")
-        example = examples[name]
-        for printed, smaller in SMALLER_EXAMPLES.items():
-            example = example.replace(printed, smaller)
-        exec(compile(example, name, "exec"), dict(names))
+        compile(blocks[1], name, "exec")
 
 
 def test_everything_that_is_excepted_is_there() -> None:
