@@ -20,7 +20,7 @@ Example:
 
 from typing import TYPE_CHECKING
 
-from optimus.lazy import lazy_exports
+from optimus.lazy import lazy_exports as _lazy_exports
 from optimus.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -72,4 +72,4 @@ __all__ = [
     "train",
 ]
 
-__getattr__, __dir__ = lazy_exports(__name__, dict.fromkeys(__all__, "optimus.api"))
+__getattr__, __dir__ = _lazy_exports(__name__, dict.fromkeys(__all__, "optimus.api"))

@@ -11,7 +11,14 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """An error that the user can fix. `code` is the exit code of the command."""
+    """An error that the user can fix. `code` is the exit code of the command.
+
+    Example:
+        try:
+            optimus.train("missing.yaml")
+        except optimus.UserError as error:
+            print(error)
+    """
 
     code = 2
 

@@ -356,7 +356,7 @@ def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
     assert all(f"{page}.md" in navigation for page in pages)
 
 
-@pytest.mark.parametrize("name", ["README", "CONTRIBUTING"])
+@pytest.mark.parametrize("name", ["README", "CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT", "CHANGELOG"])
 def test_links_of_pages_beside_the_site(name: str) -> None:
     """Links of pages outside `docs/` work; mkdocs only checks the links inside."""
     text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
@@ -483,6 +483,16 @@ def test_everything_public_is_in_the_reference_of_python() -> None:
         assert f"## `optimus.{name}`\n" in text
     for name in set(api.__all__) - set(optimus.__all__):
         assert f"## `optimus.api.{name}`\n" in text
+
+
+def test_everything_in_the_reference_of_python_has_an_example() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert len(sections) == len({*optimus.__all__, *api.__all__})
+    for section in sections:
+        name, blocks = section.partition("\n")[0], re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+        assert len(blocks) == 2, f"{name} has no example in its docstring"
+        compile(blocks[1], name, "exec")
 
 
 def test_everything_that_is_excepted_is_there() -> None:

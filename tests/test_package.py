@@ -1,8 +1,10 @@
 """The contents of `import optimus`, as seen by `dir`, `help`, type checkers and scripts."""
 
 import ast
+import importlib
 import inspect
 import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import optimus
 import optimus.evaluation
 
+ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = ["evaluate", "export", "generate", "import_folder", "load_model", "models", "prepare", "train"]
 
 
@@ -22,6 +25,53 @@ def test_dir_shows_what_users_call() -> None:
     assert done.stdout.strip() == str(sorted(optimus.__all__))
     assert "__version__" in dir(optimus)
     assert {"bits_per_byte", "generate", "generate_text"} <= set(dir(optimus.evaluation))
+
+
+@pytest.mark.parametrize(
+    ("module", "page"),
+    [
+        ("optimus", "python"),
+        ("optimus.api", "python"),
+        ("optimus.checkpoint.reader", "python"),
+        ("optimus.extend", "plugins"),
+        ("optimus.pipeline", "pipeline"),
+        ("optimus.testing", "python"),
+    ],
+)
+def test_what_is_public_is_written_down(module: str, page: str) -> None:
+    """A public name of a public module is in `__all__`, can be imported, and its module is on the page; names that the
+    reference lists are all public."""
+    loaded = importlib.import_module(module)
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert f"{module}" in text
+    assert all(hasattr(loaded, name) for name in loaded.__all__)
+    assert not [name for name in loaded.__all__ if name.startswith("_")]
+    own = {
+        name for name, value in vars(loaded).items()
+        if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value))
+        and value.__module__ == module
+    }  # fmt: skip
+    assert own <= set(loaded.__all__)
+    if module in ("optimus", "optimus.api"):
+        headings = set(re.findall(rf"^## `{re.escape(module)}\.(\w+)`$", text, re.MULTILINE))
+        assert headings == set(loaded.__all__) - (set(optimus.__all__) if module == "optimus.api" else set())
+        assert {name for name in dir(loaded) if not name.startswith("__")} == set(loaded.__all__)
+
+
+def test_the_package_exports_no_function_by_accident() -> None:
+    code = (
+        "import inspect, optimus; print([name for name, value in vars(optimus).items() if not name.startswith('_') "
+        "and (inspect.isfunction(value) or inspect.isclass(value)) and name not in optimus.__all__])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_one_version_everywhere() -> None:
+    """The newest release of the changelog, the citation and the package have one version."""
+    releases = re.findall(r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    cited = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [releases[0]] == cited == [optimus.__version__]
 
 
 def test_models_are_listed_without_torch() -> None:

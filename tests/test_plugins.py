@@ -426,7 +426,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The variables of a process that finds Optimus and the example as installed packages, and no checkout."""
     folder = tmp_path_factory.mktemp("installed")
     library = build_wheel(
-        ROOT, ["optimus", "pyproject.toml", "README.md", "LICENSE"], tmp_path_factory.mktemp("library")
+        ROOT, ["optimus", "pyproject.toml", "README.pypi.md", "LICENSE"], tmp_path_factory.mktemp("library")
     )
     names = ["pyproject.toml", "README.md", "optimus_example"]
     example = build_wheel(ROOT / "examples" / "plugin", names, tmp_path_factory.mktemp("example"))

@@ -2,18 +2,22 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
 
-from helpers.wheels import build_wheel, install
+from helpers.wheels import build_sdist, build_wheel, install
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["optimus", "pyproject.toml", "README.md", "LICENSE"]
+SOURCES = ["optimus", "pyproject.toml", "README.pypi.md", "LICENSE"]
 
 # Runs in the installed package: all commands in turn, in one process, which loads torch once. Prints each result.
 DRIVER = """
@@ -51,6 +55,94 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "optimus").rglob("*") if path.is_file()}
     assert {name for name in files if "__pycache__" not in name} == {name for name in packed if "dist-info" not in name}
+
+
+def test_the_source_distribution_has_what_a_packager_needs(tmp_path: Path) -> None:
+    """It has every file of the checkout but what git ignores, so that the tests run from it, and builds the same wheel."""
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()}
+    names = [path.name for path in ROOT.iterdir() if path.name not in ignored | {".git"} and path.suffix != ".egg-info"]
+    names = [name for name in names if name not in {".hypothesis", "PKG-INFO", "setup.cfg"}]
+    built = build_sdist(ROOT, names, tmp_path)
+    with tarfile.open(built) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    there, source = ({path.relative_to(at).as_posix() for path in at.rglob("*") if path.is_file()}
+                     for at in (unpacked, tmp_path / "source"))  # fmt: skip
+    assert {".ci/run", "CHANGELOG.md", "LICENSE", "SECURITY.md", "tests/test_wheel.py"} <= there
+    assert not [name for name in source - there if ".egg-info/" not in name]
+    wheels = [build_wheel(root, SOURCES, tmp_path / name) for name, root in (("a", ROOT), ("b", unpacked))]
+    first, second = (sorted((each.filename, each.CRC) for each in zipfile.ZipFile(wheel).infolist())
+                     for wheel in wheels)  # fmt: skip
+    assert first == second
+
+
+def test_the_index_shows_a_text_without_links_into_the_checkout(wheel: Path) -> None:
+    packed = zipfile.ZipFile(wheel)
+    (name,) = [each for each in packed.namelist() if each.endswith(".dist-info/METADATA")]
+    text = packed.read(name).decode()
+    assert "Description-Content-Type: text/markdown" in text
+    assert "pip install optimus-pretrain" in text
+    assert not re.findall(r"\]\((?!https:)|(?:href|src|srcset)=", text)
+    shown = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = [each for each in re.findall(r"```sh\n(.*?)```", text, re.S) if "optimus train" in each]
+    assert [line.partition(" #")[0].rstrip() for line in block.splitlines()] == [
+        line.partition(" #")[0].rstrip()
+        for each in re.findall(r"```sh\n(.*?)```", shown, re.S) if "optimus sample-text" in each
+        for line in each.splitlines() if not line.startswith("make ")
+    ]  # fmt: skip
+
+
+USER = """
+from typing import Any
+
+import optimus
+from optimus import api
+
+
+class Stop(optimus.Hook):
+    order = optimus.Order.JUDGE
+
+    def after_step(self, trainer: optimus.Trainer, record: optimus.StepRecord) -> None:
+        if record.step == 3:
+            trainer.stop("three steps are enough")
+
+
+def run(path: str) -> dict[str, Any]:
+    try:
+        api.config(path)
+        return optimus.train(path, ranks=2, hooks=[Stop])
+    except optimus.UserError as error:
+        raise SystemExit(error.code) from error
+
+
+plans = api.plan("mula-1b", machine="dgx-h100", ranks=8).plans
+fastest: float = plans[0].tokens_per_second
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn(1, 3)
+def test_strict_type_checkers_read_the_types_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """mypy in strict mode accepts a program that uses the library well, and rejects one that does not."""
+    venv.create(tmp_path / "venv")
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    install(packages, wheel)
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))  # what Optimus depends on
+    (tmp_path / "good.py").write_text(USER)
+    (tmp_path / "bad.py").write_text(
+        "import optimus\noptimus.train(3)\nfrom optimus import lazy_exports\noptimus.models().nothing\n"
+    )
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-torch.*]\nfollow_imports = skip\n")
+    python = tmp_path / "venv" / "bin" / "python"
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-executable", str(python), "good.py", "bad.py"],
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "MYPYPATH": ""},
+    )  # fmt: skip
+    assert done.stderr == ""
+    errors = re.findall(r"^(\w+\.py):(\d+): error:.*\[([\w-]+)\]$", done.stdout, re.MULTILINE)
+    assert errors == [("bad.py", "2", "arg-type"), ("bad.py", "3", "attr-defined"), ("bad.py", "4", "attr-defined")], (
+        done.stdout
+    )
 
 
 @pytest.mark.in_turn(2, 3)

@@ -36,6 +36,9 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
 
     Each entry has `path`, `step`, `kind` (full or weights), `bytes`, `problem` and `resumes`. `resumes` is True for the
     newest checkpoint without a `problem` that `--resume` can start from. Raises `UserError` if `run` is no run folder.
+
+    Example:
+        [(row["step"], row["kind"]) for row in api.list_checkpoints("runs/first")]
     """
     run = user_path(run)
     if not (run / "checkpoints").is_dir() and not (run / "config.yaml").is_file():
@@ -48,7 +51,11 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
 
 
 def verify_all(path: str | Path) -> dict[str, list[str]]:
-    """Verifies a checkpoint, or all checkpoints of a run. Returns a list of problems, possibly empty, for each path."""
+    """Verifies a checkpoint, or all checkpoints of a run. Returns a list of problems, possibly empty, for each path.
+
+    Example:
+        [path for path, problems in api.verify_checkpoints("runs/first").items() if problems]
+    """
     path = user_path(path)
     found = all_folders(path) or [find_checkpoint(path)]
     return {str(each): verify(each) for each in found}
@@ -60,6 +67,9 @@ def show(path: str | Path) -> dict[str, Any]:
     In addition to some fields of the description, the result has `bytes`, `tensors` (number of global tensors),
     `parameters`, `slices`, `writers` (number of ranks that wrote tensors) and `bytes_by_node`. The numbers include the
     folder of frozen parameters.
+
+    Example:
+        api.show_checkpoint("runs/first")["parameters"]
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)
@@ -105,6 +115,9 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
     tensors to a safetensors file. `dtype` (float32, bfloat16, float16) is the dtype of the model's floating-point
     tensors. The default is the checkpoint's `precision` for "weights", and the stored dtype otherwise. Raises `UserError` if
     `output` exists, or for an invalid argument.
+
+    Example:
+        api.convert_checkpoint("runs/first", "first.safetensors", "safetensors", dtype="bfloat16")["bytes"]
     """
     if to not in get_args(To):
         raise UserError(f"`to` is {to!r}: choose one of {', '.join(get_args(To))}")

@@ -21,6 +21,8 @@ from optimus.model.low_rank import merged
 
 _MANY, _FEW = 4, 1 << 26  # a plausible tensor has at most _MANY elements per stored byte, plus _FEW
 
+__all__ = ["Reader", "WeightSource", "verify"]
+
 
 class WeightSource(Protocol):
     """A checkpoint or a Hugging Face folder, whose weights and masks fill slices of a model."""

@@ -62,6 +62,9 @@ def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any
     checkpoints to the new folder `to`, with a copy of any metrics; `to` is None if no checkpoint and no metrics are
     newer. Raises `UserError` if there is no checkpoint of `step`, if the checkpoint is damaged, or if the disk fails;
     the checkpoints then stay where they are.
+
+    Example:
+        api.rollback("runs/first", 6)["moved"]
     """
     run = user_path(run)
     if not held:

@@ -44,6 +44,9 @@ def export_adapter(
     `base` is the folder or the Hugging Face repo id of the published model that training started from. Returns
     `output`, `rank`, `modules` (number of adapted matrices), `tensors` (number), `saved` (names of the trained modules
     that have no factors), `base` and `bytes`.
+
+    Example:
+        api.export_adapter("runs/low-rank", "adapter", base="olmoe")["modules"]
     """
     load_plugins([*plugins])
     if is_url(output):

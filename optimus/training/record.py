@@ -27,7 +27,13 @@ class StepTimes:
 
 @dataclass
 class StepRecord:
-    """The results of a completed step on the global batch, with this rank's times."""
+    """The results of a completed step on the global batch, with this rank's times.
+
+    Example:
+        class Print(optimus.Hook):
+            def after_step(self, trainer, record):
+                print(record.step, record.result.loss, record.times.total)
+    """
 
     step: int
     result: StepResult

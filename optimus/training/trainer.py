@@ -28,7 +28,12 @@ from optimus.training.step import training_step
 
 
 class Order(IntEnum):
-    """The position of a hook in the calling order."""
+    """The position of a hook in the calling order.
+
+    Example:
+        class Log(optimus.Hook):
+            order = optimus.Order.RECORD
+    """
 
     FIRST = 0
     """Checks that no other run has taken the folder over, and injects faults."""
@@ -50,7 +55,16 @@ class Order(IntEnum):
 
 
 class Hook:
-    """A hook that does nothing; subclasses override methods."""
+    """A hook that does nothing; subclasses override methods.
+
+    Example:
+        class Stop(optimus.Hook):
+            def after_step(self, trainer, record):
+                if record.result.loss < 9.0:
+                    trainer.stop("the loss is low enough")
+
+        optimus.train("first.yaml", ["train.output=runs/stopped"], hooks=[Stop])
+    """
 
     order: Order = Order.MEASURE
     ranks: str = "all"
@@ -103,7 +117,13 @@ class Ending(NamedTuple):
 
 
 class Trainer:
-    """Trains `run` on this rank from `start` on."""
+    """Trains `run` on this rank from `start` on; hooks are called with the trainer.
+
+    Example:
+        class Count(optimus.Hook):
+            def after_training(self, trainer):
+                print(trainer.progress.step)
+    """
 
     def __init__(self, run: Run, start: Start, hooks: Sequence[Hook]) -> None:
         self.run, self.progress, self.origin = run, start.progress, start.origin

@@ -1,4 +1,4 @@
-"""Builds wheels from copies of sources, and installs them into a folder."""
+"""Builds wheels and source distributions from copies of sources, and installs them into a folder."""
 
 import shutil
 import subprocess
@@ -6,11 +6,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+_BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
 def build_wheel(root: Path, names: Sequence[str], folder: Path) -> Path:
     """Builds the wheel of the project in `root`, of which the build needs the files and folders `names`."""
+    _build("build_wheel", root, names, folder)
+    return next(folder.glob("*.whl"))
+
+
+def build_sdist(root: Path, names: Sequence[str], folder: Path) -> Path:
+    """Builds the source distribution of the project in `root` from its files and folders `names`."""
+    _build("build_sdist", root, names, folder)
+    return next(folder.glob("*.tar.gz"))
+
+
+def _build(what: str, root: Path, names: Sequence[str], folder: Path) -> None:
     for name in names:
         source, copy = root / name, folder / "source" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -19,10 +30,9 @@ def build_wheel(root: Path, names: Sequence[str], folder: Path) -> Path:
         else:
             shutil.copy(source, copy)
     done = subprocess.run(
-        [sys.executable, "-c", _BUILD, str(folder)], cwd=folder / "source", capture_output=True, text=True
+        [sys.executable, "-c", _BUILD, what, str(folder)], cwd=folder / "source", capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return next(folder.glob("*.whl"))
 
 
 def install(folder: Path, *wheels: Path) -> None:
