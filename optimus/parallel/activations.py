@@ -67,8 +67,8 @@ def activation_bytes(
     mesh, options = mesh or Mesh(), options or StageOptions()
     setting = ModuleSetting.canonical(config, mesh, options, context, itemsize, load, teachers, splits)
     alike = config.alike
-    numbers = [alike[layer] for layer in (range(config.layers) if layers is None else layers)]
-    groups = list(_groups(numbers, chosen))
+    segments = chosen.segments(range(config.layers) if layers is None else layers)
+    groups = [(tuple(alike[layer] for layer in same), kinds) for same, kinds in segments]
     blocks = {group: _blocks(setting, micro_batch, *group) for group in set(groups)}
     parts = [_part([_alone(end_bytes(setting, "embedding" if first else "positions", micro_batch), set())])]
     parts += [blocks[group] for group in groups]
@@ -78,15 +78,6 @@ def activation_bytes(
         peak = max(peak, live + part.above)
         live += part.waiting - part.saved
     return Activations(round(saved), round(peak), round(live))
-
-
-def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
-    if "block" in chosen.kinds:
-        for start in range(0, len(numbers), chosen.every):
-            yield tuple(numbers[start : start + chosen.every]), ("block",)
-        return
-    for position, number in enumerate(numbers, 1):
-        yield (number,), tuple(chosen.kinds) if position % chosen.every == 0 else ()
 
 
 @lru_cache(maxsize=4096)
