@@ -61,11 +61,13 @@ def _check_limits(config: RunConfig) -> None:
     limits = config.model.limits
     parallel, documents = config.parallel, config.data.documents
     outputs, inputs = parallel.grid
-    recomputed = [("recompute", [*config.recompute])]
-    recomputed += [(f"parallel.layers.{at}.recompute", [*each.recompute]) for at, each in enumerate(parallel.layers)]
+    chosen = {"recompute": {*config.recompute}}
+    chosen |= {f"parallel.layers.{at}.recompute": {*each.recompute} for at, each in enumerate(parallel.layers)}
+
+    def recomputed(modules: set[str]) -> tuple[str, bool]:
+        return next(((key, True) for key, kinds in chosen.items() if kinds & modules), ("recompute", False))
+
     used = {
-        "modules": ("recompute", False),
-        "moe": ("recompute", False),
         "sequence": ("parallel.sequence", parallel.sequence),
         "inputs": ("parallel.tensor", inputs > 1),
         "tensor": ("parallel.tensor", outputs * inputs > 1),
@@ -73,8 +75,8 @@ def _check_limits(config: RunConfig) -> None:
         "context": ("parallel.context", parallel.context > 1),
         "vocabulary": ("parallel.vocabulary", parallel.vocabulary),
         "documents": ("data.documents", documents == "mask"),
-        **{"modules": (where, True) for where, kinds in recomputed if not {"block", "auto"}.issuperset(kinds)},
-        **{"moe": (where, True) for where, kinds in recomputed if "moe" in kinds},
+        "modules": recomputed({"norm", "attention", "mlp", "moe"}),
+        "moe": recomputed({"moe"}),
         "segments": ("recompute_every", config.recompute_every > 1 and "block" in config.recompute),
         "initial values": ("checkpoint.load_path", config.checkpoint.load_path is None),
     }

@@ -6,7 +6,7 @@ pass their input on.
 Legend: B batch, S sequence, H hidden, T tokens (in `router_stats`, once per layer), E experts.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
