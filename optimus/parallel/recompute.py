@@ -3,7 +3,7 @@
 Recomputes modules of every n-th block (selective activation checkpointing, the Optimus paper, section 1), or segments
 of n whole blocks (`ac` blocks in the dissertation on AxoNN, section 3.3.1). By default, recomputation reuses cached
 results of collectives (communication-aware checkpointing, the same dissertation, section 7.3). Ranges of layers may
-recompute other modules than the rest of the model (layer-wise strategies, Galvatron, section 3.1).
+recompute other modules than the rest of the model (layer-wise strategies, Galvatron, arXiv 2211.13878).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

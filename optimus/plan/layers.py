@@ -1,6 +1,6 @@
 """Finds the recomputation of each layer by dynamic programming, for the least time within the memory of each rank.
 
-The layers of a rank and their memory are a knapsack (Galvatron, section 4.2): a layer takes one of several strategies,
+The layers of a rank and their memory are a knapsack (Galvatron, arXiv 2211.13878): a layer takes one of several strategies,
 each with its seconds and its bytes. Strategies differ in recomputation only, so that a border between them costs nothing.
 """
 
@@ -88,8 +88,10 @@ def stage_parts(job: Job) -> Parts:
     def parts(counts: PartCounts, kinds: frozenset[str]) -> Sequence[Part]:
         if (counts, kinds) not in known:
             chosen = Recomputation(tuple(kind for kind in KINDS if kind in kinds))
-            ends = {"first": bool(counts.first), "last": bool(counts.last)}
-            known[counts, kinds] = activation_parts(job.model, chosen, layers=counts.layers, **ends, **shapes)
+            first, last = bool(counts.first), bool(counts.last)
+            known[counts, kinds] = activation_parts(
+                job.model, chosen, layers=counts.layers, first=first, last=last, **shapes
+            )
         return known[counts, kinds]
 
     return parts
@@ -189,7 +191,11 @@ def with_recomputations(job: Job, kinds: Sequence[frozenset[str]]) -> Job:
     """Returns the job whose layers recompute `kinds`: the most frequent one is `recompute`, the others are ranges."""
     named = [[kind for kind in KINDS if kind in each] for each in kinds]
     ((default, _),) = Counter(map(tuple, named)).most_common(1)
-    layers = [LayersConfig(layers=where, recompute=each) for where, each in _ranges(named) if tuple(each) != default]
+    layers = [
+        LayersConfig.model_validate({"layers": where, "recompute": each})
+        for where, each in _ranges(named)
+        if tuple(each) != default
+    ]
     return job.changed(parallel={"layers": layers}, recompute=[*default], recompute_every=1)
 
 
