@@ -35,7 +35,7 @@ class _Region(NamedTuple):
     """For each module: bytes of recomputed activations, peak transient bytes, bytes of deferred weight gradients."""
 
 
-class Part(NamedTuple):
+class ActivationPart(NamedTuple):
     """Bytes of a part of a model: the embedding, blocks that run as one, or the output layer."""
 
     saved: float
@@ -68,7 +68,7 @@ def activation_parts(
     last: bool = True,
     teachers: tuple[Architecture, ...] = (),
     splits: bool = False,
-) -> list[Part]:
+) -> list[ActivationPart]:
     """Returns the activation bytes of a microbatch, `micro_batch` sequences with `context` tokens each, by part.
 
     `itemsize` is the number of bytes per element. `layers` are the indices of this rank's blocks, by default all
@@ -88,7 +88,7 @@ def activation_parts(
 
 
 @lru_cache(maxsize=4096)
-def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]) -> Part:
+def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]) -> ActivationPart:
     cached = kinds if setting.options.keep_collectives and setting.mesh.size > 1 else ()
     rows = list[Row]()
     for at, number in enumerate(numbers):
@@ -105,7 +105,7 @@ def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], ki
     return _part([region for row in rows for region in _row_regions(row, kinds, stream, saved_inputs)])
 
 
-def _part(regions: Sequence[_Region]) -> Part:
+def _part(regions: Sequence[_Region]) -> ActivationPart:
     live = saved = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):
@@ -114,7 +114,7 @@ def _part(regions: Sequence[_Region]) -> Part:
             above = max(above, live + work - saved)
             live += waiting - again
         live -= region.saved - region.cached
-    return Part(saved, above, live)
+    return ActivationPart(saved, above, live)
 
 
 def _row_regions(row: Row, kinds: Collection[str], stream: int, saved_inputs: _Sources) -> Iterator[_Region]:

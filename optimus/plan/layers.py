@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from optimus.config.parallel import LayersConfig
-from optimus.parallel.activations import Part, activation_parts
+from optimus.parallel.activations import ActivationPart, activation_parts
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, stages_of_ranks
 from optimus.plan.chunks import PartCounts
@@ -76,16 +76,16 @@ def cheapest(
     return chosen
 
 
-Parts = Callable[[PartCounts, frozenset[str]], Sequence[Part]]
+Parts = Callable[[PartCounts, frozenset[str]], Sequence[ActivationPart]]
 """Returns the activations of a stage's parts with one recomputation of all its blocks."""
 
 
 def stage_parts(job: Job) -> Parts:
     """Returns a function that computes the activations of the parts of a stage of `job`."""
     shapes = activation_arguments(job)
-    known = dict[tuple[PartCounts, frozenset[str]], Sequence[Part]]()
+    known = dict[tuple[PartCounts, frozenset[str]], Sequence[ActivationPart]]()
 
-    def parts(counts: PartCounts, kinds: frozenset[str]) -> Sequence[Part]:
+    def parts(counts: PartCounts, kinds: frozenset[str]) -> Sequence[ActivationPart]:
         if (counts, kinds) not in known:
             chosen = Recomputation(tuple(kind for kind in KINDS if kind in kinds))
             first, last = bool(counts.first), bool(counts.last)

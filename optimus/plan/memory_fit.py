@@ -57,7 +57,7 @@ class Fitting:
     """Finds jobs that fit in memory, and caches results across candidates."""
 
     def __init__(self, job: Job, *, layers: bool = False) -> None:
-        """With `layers`, the layers of a job may recompute different modules."""
+        """Lets the layers of a job recompute different modules if `layers` is True."""
         self._layers = layers
         self._layerwise: dict[tuple[BlockTiming, bool], Layerwise] = {}
         self._machine = job.machine

@@ -48,7 +48,7 @@ def fastest(rows: Sequence[Sequence[Option]], budget: float, share: float) -> fl
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 0.3])
 def test_the_dynamic_program_finds_the_fastest(share: float) -> None:
-    """Where a step is a byte and a limit is a byte, the program is exact; with a share of 0.3, each 0.1 byte is tried."""
+    """The program is exact if a step is a byte; limits are tenths of a byte, for the share of 0.3."""
     draw, solved = random.Random(int(10 * share)), 0
     for _ in range(12):
         rows = random_rows(draw, 16)
@@ -99,7 +99,7 @@ SMALL = ModelConfig(family="llama", hidden=512, layers=6, heads=8, kv_heads=8, i
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_the_fastest_recomputation_by_layer_is_found(pipeline: int) -> None:
-    """Of the 729 ways to recompute, the one that the program finds has the least predicted time of those that fit.
+    """The program finds the way to recompute with the least predicted time of the 729 that fit.
 
     The bound is that of `cheapest`: the best way with less memory.
     """
