@@ -298,6 +298,7 @@ FIXED = [
     Fixed(ADAPTED_KILLED, r"(\d+) runs of 2 ranks, each killed", lambda: [len(module(ADAPTED_KILLED).CASES)]),
 ]
 WITHOUT_NUMBERS = {
+    "tests/plan/test_layers.py": "the fastest of its plans only",
     "tests/parallel/test_context.py": "a quarter, of four ranks; formulas",
     "tests/parallel/dispatch/test_traffic.py": "bytes as computed",
     "tests/state/test_chunk.py": "one tile",

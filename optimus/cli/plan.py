@@ -96,6 +96,10 @@ def plan(
             is_eager=True,
         ),
     ] = False,
+    layers: Annotated[
+        bool,
+        Option("--layers", help="Also search for ranges of layers that recompute different modules (parallel.layers)."),
+    ] = False,
     largest: Annotated[
         bool,
         Option("--largest", help="Find the largest number of layers that fits, for each offloading of the state."),
@@ -148,6 +152,7 @@ def plan(
         overrides,
         best=best,
         as_is=as_is,
+        layers=layers,
         largest=largest,
         scale=numbers,
         scaling=kind,

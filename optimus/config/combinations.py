@@ -37,6 +37,7 @@ def _check_sections(config: RunConfig) -> None:
         _check_schedule,
         _check_pruning,
         _check_recomputation,
+        _check_layers,
         _check_experts,
         _check_shapes,
         _check_pipeline,
@@ -60,6 +61,12 @@ def _check_limits(config: RunConfig) -> None:
     limits = config.model.limits
     parallel, documents = config.parallel, config.data.documents
     outputs, inputs = parallel.grid
+    chosen = {"recompute": {*config.recompute}}
+    chosen |= {f"parallel.layers.{at}.recompute": {*each.recompute} for at, each in enumerate(parallel.layers)}
+
+    def recomputed(modules: set[str]) -> tuple[str, bool]:
+        return next(((key, True) for key, kinds in chosen.items() if kinds & modules), ("recompute", False))
+
     used = {
         "sequence": ("parallel.sequence", parallel.sequence),
         "inputs": ("parallel.tensor", inputs > 1),
@@ -68,8 +75,8 @@ def _check_limits(config: RunConfig) -> None:
         "context": ("parallel.context", parallel.context > 1),
         "vocabulary": ("parallel.vocabulary", parallel.vocabulary),
         "documents": ("data.documents", documents == "mask"),
-        "modules": ("recompute", not {"block", "auto"}.issuperset(config.recompute)),
-        "moe": ("recompute", "moe" in config.recompute),
+        "modules": recomputed({"norm", "attention", "mlp", "moe"}),
+        "moe": recomputed({"moe"}),
         "segments": ("recompute_every", config.recompute_every > 1 and "block" in config.recompute),
         "initial values": ("checkpoint.load_path", config.checkpoint.load_path is None),
     }
@@ -148,6 +155,8 @@ def _check_recomputation(config: RunConfig) -> None:
     alone = next((kind for kind in config.recompute if kind in ("block", "auto")), None)
     if alone is not None and len(config.recompute) > 1:
         raise ValueError(f"recompute: {alone} includes all modules: remove the others")
+    if alone == "auto" and config.parallel.layers:
+        raise ValueError("recompute: auto chooses for all layers: remove parallel.layers, or set recompute")
     if config.recompute_every > 1 and (not config.recompute or alone == "auto"):
         cure = "recompute auto chooses the value: remove it" if alone else "nothing is recomputed: set recompute"
         raise ValueError(f"recompute_every {config.recompute_every}: {cure}")
@@ -157,6 +166,20 @@ def _check_recomputation(config: RunConfig) -> None:
         )
     if config.recompute_budget is not None and alone != "auto":
         raise ValueError("recompute_budget needs recompute: auto: set recompute, or remove recompute_budget")
+
+
+def _check_layers(config: RunConfig) -> None:
+    model = config.model
+    for at, each in enumerate(config.parallel.layers):
+        key = f"parallel.layers.{at}"
+        if each.range.stop > model.layers:
+            raise ValueError(f"{key}: there is no layer {each.range.stop - 1}: the layers are 0 to {model.layers - 1}")
+        if "block" in each.recompute and len(each.recompute) > 1:
+            raise ValueError(f"{key}.recompute: block includes all modules: remove the others")
+        sparse = sum(model.experts_of(layer) > 0 for layer in each.range)
+        for kind, absent in (("moe", not sparse), ("mlp", sparse == len(each.range))):
+            if absent and kind in each.recompute:
+                raise ValueError(f"{key}.recompute: there is no module '{kind}' in layers {each.layers}: remove it")
 
 
 def _check_experts(config: RunConfig) -> None:

@@ -1,8 +1,10 @@
 """The section `parallel`."""
 
+import re
+from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from optimus.pipeline.schedules import DEFAULT, schedules
 from optimus.plugins import NameIn
@@ -14,6 +16,31 @@ _DEEPENED = " or ".join(row.name for row in schedules().values() if row.deepens)
 _STAGES = ", ".join(
     f"for {row.name} {row.stages}{' or more' * row.any_stages}" for row in schedules().values() if row.stages > 1
 )
+
+
+LayerRange = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+
+
+class LayersConfig(Section):
+    """Options of a range of layers that differ from the rest of the model."""
+
+    layers: LayerRange = Field(description="A layer, such as 3, or the first and the last one, such as 0-7; from 0.")
+    recompute: list[Literal["norm", "attention", "mlp", "moe", "block"]]
+    """Activation recomputation in each of these layers, instead of `recompute` and `recompute_every`; []: none."""
+
+    @property
+    def range(self) -> range:
+        """The numbers of the layers."""
+        first, _, last = self.layers.partition("-")
+        return range(int(first), int(last or first) + 1)
+
+    @model_validator(mode="after")
+    def _valid(self) -> "LayersConfig":
+        if re.fullmatch(r"\d+(-\d+)?", self.layers) is None or not self.range:
+            raise ValueError(
+                f"layers {self.layers}: give a layer, such as 3, or the first and the last one, such as 0-7"
+            )
+        return self
 
 
 class ParallelConfig(Section):
@@ -60,6 +87,9 @@ class ParallelConfig(Section):
     pipeline_stride: Annotated[int, Field(gt=0)] | None = None
     """With pipeline: distance in ranks from one stage to the next, a multiple of `context` x `tensor` and of `expert` x
     `expert_tensor`. Default: the number of ranks of a stage."""
+    layers: list[LayersConfig] = Field([])
+    """Ranges of layers with strategies of their own (Galvatron); `optimus plan --layers` finds them. All other layers
+    follow `recompute`."""
     vocabulary: bool = False
     """With pipeline: vocabulary parallelism over all stages, which balances memory and computation over the stages."""
     vocabulary_algorithm: Literal[1, 2] = 1
@@ -91,6 +121,10 @@ class ParallelConfig(Section):
     def _sizes(self) -> "ParallelConfig":
         if isinstance(self.tensor, list) and (len(self.tensor) != 2 or min(self.tensor) < 1):
             raise ValueError(f"tensor {self.tensor} must be a number, or a list of two numbers [outputs, inputs]")
+        named = sorted((each.range.start, each.range.stop, each.layers) for each in self.layers)
+        for (_, stop, before), (start, _, after) in pairwise(named):
+            if start < stop:
+                raise ValueError(f"layers {before} and layers {after} overlap: give each layer once")
         tensor = self.grid[0] * self.grid[1]
         if self.sequence and tensor == 1:
             raise ValueError("sequence splits tokens over the tensor-parallel ranks, but tensor is 1: remove it")

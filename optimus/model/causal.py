@@ -48,8 +48,12 @@ class BlockRow(Protocol):
 
     def __iter__(self) -> Iterator[nn.Module]: ...
     def __len__(self) -> int: ...
-    def run_in(self, size: int, run: Callable[..., Any]) -> None:
-        """Sets `run` as the runner of segments of `size` blocks. A `ForeignModel` ignores `size`."""
+    @property
+    def layers(self) -> Sequence[int]:
+        """The numbers of the blocks in the whole model."""
+
+    def run_in(self, segments: Sequence[tuple[range, Callable[..., Any]]]) -> None:
+        """Sets the runner of each segment of blocks. A `ForeignModel` runs the blocks of a segment one by one."""
 
 
 class ModelStage(Protocol):

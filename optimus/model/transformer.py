@@ -4,7 +4,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary, T tokens on this device.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -65,14 +65,14 @@ class Block(nn.Module):
 class Blocks(nn.ModuleList):
     """The blocks of a model or of a stage."""
 
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], layers: Sequence[int]) -> None:
         super().__init__(blocks)
-        self.run_in(len(self), lambda function, *args: function(*args))
+        self.layers = layers
+        self.run_in([(range(len(self)), lambda function, *args: function(*args))])
 
-    def run_in(self, size: int, run: Callable[..., Any]) -> None:
-        """Makes `forward` without a cache run each segment of `size` blocks by a call `run(function, *args)`."""
-        self._run = run
-        self._segments = [range(len(self))[start : start + size] for start in range(0, len(self), max(1, size))]
+    def run_in(self, segments: Sequence[tuple[range, Callable[..., Any]]]) -> None:
+        """Makes `forward` without a cache run each segment of blocks by a call `run(function, *args)`."""
+        self._segments = segments
 
     def forward(
         self,
@@ -84,8 +84,8 @@ class Blocks(nn.ModuleList):
         """Returns (residual stream [T, H], sum of `stats` and the blocks' router statistics)."""
         if cache is not None:  # generation, which has no backward pass
             return self._through(range(len(self)), x_TH, positions, cache, stats)
-        for segment in self._segments:
-            x_TH, stats = self._run(self._through, segment, x_TH, positions, None, stats)
+        for segment, run in self._segments:
+            x_TH, stats = run(self._through, segment, x_TH, positions, None, stats)
         return x_TH, stats
 
     def _through(
@@ -177,12 +177,12 @@ class Transformer(CausalModel):
         layers: Iterable[int] | None = None,
     ) -> None:
         super().__init__()
-        numbers = range(config.layers) if layers is None else layers
+        numbers = [*(range(config.layers) if layers is None else layers)]
         self.config = config
         self.embedding = Embedding(config.vocab, config.hidden)
         learned = config.learned_positions
         self.positions = LearnedPositions(learned, config.position_offset, config.hidden) if learned else None
-        self.blocks: Blocks = Blocks(Block(config, layer, force_balanced) for layer in numbers)
+        self.blocks: Blocks = Blocks((Block(config, layer, force_balanced) for layer in numbers), numbers)
         self.final_norm = norm_of(config, Size("residual", config.hidden))
         tied = self.embedding.weight if config.tie_embeddings else None
         self.head = Head(config.vocab, config.hidden, tied, config.logit_cap)
@@ -215,7 +215,7 @@ class Transformer(CausalModel):
         return [self.blocks]
 
     def stage(self, blocks: range, *, first: bool, last: bool) -> TransformerStage:
-        return TransformerStage(self, Blocks(self.blocks[i] for i in blocks), first=first, last=last)
+        return TransformerStage(self, Blocks((self.blocks[i] for i in blocks), blocks), first=first, last=last)
 
     def all_blocks(self) -> TransformerStage:
         return TransformerStage(self, self.blocks, first=True, last=True)

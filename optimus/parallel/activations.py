@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optimus.config import Architecture
 from optimus.mesh import Mesh
@@ -35,13 +35,25 @@ class _Region(NamedTuple):
     """For each module: bytes of recomputed activations, peak transient bytes, bytes of deferred weight gradients."""
 
 
-class _Part(NamedTuple):
+class ActivationPart(NamedTuple):
+    """Bytes of a part of a model: the embedding, blocks that run as one, or the output layer."""
+
     saved: float
     above: float  # the peak in the regions' backward pass, minus `saved`
     waiting: float  # bytes for deferred weight gradients after the regions' backward pass
 
 
-def activation_bytes(
+def activation_bytes(config: Architecture, chosen: Recomputation, **arguments: Any) -> Activations:
+    """Returns the activation bytes of a microbatch. `arguments` are those of `activation_parts`."""
+    parts = activation_parts(config, chosen, **arguments)
+    saved = peak = live = sum(part.saved for part in parts)
+    for part in reversed(parts):
+        peak = max(peak, live + part.above)
+        live += part.waiting - part.saved
+    return Activations(round(saved), round(peak), round(live))
+
+
+def activation_parts(
     config: Architecture,
     chosen: Recomputation,
     *,
@@ -56,8 +68,8 @@ def activation_bytes(
     last: bool = True,
     teachers: tuple[Architecture, ...] = (),
     splits: bool = False,
-) -> Activations:
-    """Returns the activation bytes of a microbatch: `micro_batch` sequences with `context` tokens each.
+) -> list[ActivationPart]:
+    """Returns the activation bytes of a microbatch, `micro_batch` sequences with `context` tokens each, by part.
 
     `itemsize` is the number of bytes per element. `layers` are the indices of this rank's blocks, by default all
     blocks. `load` is the load imbalance: the tokens of this rank's experts, or of one expert if `ep` is 1, relative to
@@ -67,30 +79,16 @@ def activation_bytes(
     mesh, options = mesh or Mesh(), options or StageOptions()
     setting = ModuleSetting.canonical(config, mesh, options, context, itemsize, load, teachers, splits)
     alike = config.alike
-    numbers = [alike[layer] for layer in (range(config.layers) if layers is None else layers)]
-    groups = list(_groups(numbers, chosen))
+    segments = chosen.segments(range(config.layers) if layers is None else layers)
+    groups = [(tuple(alike[layer] for layer in same), kinds) for same, kinds in segments]
     blocks = {group: _blocks(setting, micro_batch, *group) for group in set(groups)}
     parts = [_part([_alone(end_bytes(setting, "embedding" if first else "positions", micro_batch), set())])]
     parts += [blocks[group] for group in groups]
-    parts += [_part([_alone(end_bytes(setting, "head", micro_batch), set())])] if last else []
-    saved = peak = live = sum(part.saved for part in parts)
-    for part in reversed(parts):
-        peak = max(peak, live + part.above)
-        live += part.waiting - part.saved
-    return Activations(round(saved), round(peak), round(live))
-
-
-def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
-    if "block" in chosen.kinds:
-        for start in range(0, len(numbers), chosen.every):
-            yield tuple(numbers[start : start + chosen.every]), ("block",)
-        return
-    for position, number in enumerate(numbers, 1):
-        yield (number,), tuple(chosen.kinds) if position % chosen.every == 0 else ()
+    return parts + ([_part([_alone(end_bytes(setting, "head", micro_batch), set())])] if last else [])
 
 
 @lru_cache(maxsize=4096)
-def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]) -> _Part:
+def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]) -> ActivationPart:
     cached = kinds if setting.options.keep_collectives and setting.mesh.size > 1 else ()
     rows = list[Row]()
     for at, number in enumerate(numbers):
@@ -107,7 +105,7 @@ def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], ki
     return _part([region for row in rows for region in _row_regions(row, kinds, stream, saved_inputs)])
 
 
-def _part(regions: Sequence[_Region]) -> _Part:
+def _part(regions: Sequence[_Region]) -> ActivationPart:
     live = saved = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):
@@ -116,7 +114,7 @@ def _part(regions: Sequence[_Region]) -> _Part:
             above = max(above, live + work - saved)
             live += waiting - again
         live -= region.saved - region.cached
-    return _Part(saved, above, live)
+    return ActivationPart(saved, above, live)
 
 
 def _row_regions(row: Row, kinds: Collection[str], stream: int, saved_inputs: _Sources) -> Iterator[_Region]:

@@ -71,6 +71,12 @@ class PartCounts(NamedTuple):
     last: int  # 1 with the modules after the blocks, else 0
     tied: int  # 1 if tied embeddings would have their table here, else 0
     every: int = 1  # 1 if an "every" parameter would have a slice here, else 0
+    start: int | None = None  # with `parallel.layers`: the number of the first block
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of the blocks with `parallel.layers`, else the numbers of blocks alike."""
+        return self.layers if self.start is None else range(self.start, self.start + self.blocks)
 
     @property
     def blocks(self) -> int:

@@ -17,6 +17,7 @@ from optimus.model import CausalModel
 from optimus.model.parameters import declarations
 from optimus.observe.machine import Bfloat16
 from optimus.optim.rule import Rule
+from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.schedules import schedules
 from optimus.plan.blocks import Factors, examples
 from optimus.plan.links import chained, in_order
@@ -26,6 +27,7 @@ from optimus.resolve.facts import Facts
 from optimus.resolve.parameters import full_model, state_spec_of
 from optimus.resolve.precision import DTYPES, precision
 from optimus.resolve.run import RunInputs
+from optimus.resolve.shapes import recomputation_of
 from optimus.resolve.teachers import teacher_models
 
 # For each parameter of `blocks.examples`, in order: tuples (update rule, share of the blocks of the same kind,
@@ -86,6 +88,15 @@ class Job:
     def recompute(self) -> frozenset[str]:
         """The parts to recompute in every `config.recompute_every`-th block; `"block"` recomputes all blocks."""
         return self.profile.recompute.union(self.config.recompute)
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """The parts to recompute in each layer."""
+        chosen, more = recomputation_of(self.config), sorted(self.profile.recompute)
+        if not more:
+            return chosen
+        joined = ((layers, tuple(dict.fromkeys((*kinds, *more)))) for layers, kinds in chosen.ranges)
+        return chosen._replace(kinds=tuple(dict.fromkeys((*chosen.kinds, *more))), ranges=tuple(joined))
 
     # ---- Derived values ----
 

@@ -44,6 +44,7 @@ def plan(
     ranks: int | None,
     best: int = 10,
     as_is: bool = False,
+    layers: bool = False,
     largest: bool = False,
     scale: Sequence[int] = (),
     scaling: Scaling = "weak",
@@ -57,12 +58,13 @@ def plan(
     """Returns plans for `model` on `ranks` ranks of a machine: by default up to `best` plans, fastest first.
 
     `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the plan has the configured
-    layout. With `largest`, the plans are for models with about as many layers as fit. With `scale`, the answer has a
-    plan for each number of ranks in `scale`; `scaling` says whether the batch grows with the ranks (weak) or stays
-    (strong). With `until`, `tokens=N` or `loss=X`, the answer has the time of each plan until then; `loss_curve` is a
-    file, or a law such as `E=1.7,B=500,beta=0.3`, and is needed for a loss. The experts of the most loaded rank get
-    `imbalance` times the mean number of tokens. `what_if` changes the machine or the framework profile. `links` is a
-    file with the bandwidth between nodes. Raises `UserError` for an invalid request.
+    layout. With `layers`, the plans may recompute other modules in some layers than in others. With `largest`, the
+    plans are for models with about as many layers as fit. With `scale`, the answer has a plan for each number of ranks
+    in `scale`; `scaling` says whether the batch grows with the ranks (weak) or stays (strong). With `until`, `tokens=N`
+    or `loss=X`, the answer has the time of each plan until then; `loss_curve` is a file, or a law such as
+    `E=1.7,B=500,beta=0.3`, and is needed for a loss. The experts of the most loaded rank get `imbalance` times the mean
+    number of tokens. `what_if` changes the machine or the framework profile. `links` is a file with the bandwidth
+    between nodes. Raises `UserError` for an invalid request.
 
     Example:
         plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans
@@ -74,6 +76,8 @@ def plan(
         raise UserError(f"`best` is {best}: ask for at least one plan")
     if largest and (as_is or scale):
         raise UserError("`largest` changes the model, which `as_is` and `scale` keep: leave out `as_is` and `scale`")
+    if layers and (as_is or scale or largest):
+        raise UserError("`layers` searches layouts: leave out `as_is`, `scale` and `largest`")
     solution = None if until is None and loss_curve is None else solution_of(until, loss_curve)
     job = asked(configured(model, overrides, number), machine, number, what_if, imbalance, links)
     given = predict(as_configured(job)) if as_is else None
@@ -83,7 +87,7 @@ def plan(
     if largest:
         found = deepest(job)
         return Answer(job, [each.plan for each in found], deepest=found, solution=solution)
-    return Answer(job, [given] if given else search(job, best), solution=solution)
+    return Answer(job, [given] if given else search(job, best, layers=layers), solution=solution)
 
 
 def _counted(ranks: int | None) -> int:

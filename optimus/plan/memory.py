@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optimus.model.count import count_parameters
 from optimus.parallel.activations import activation_bytes
-from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, stages_of_ranks
 from optimus.plan.blocks import examples
 from optimus.plan.chunks import PartCounts, chunk_groups, chunk_plans, held_in, written
@@ -78,7 +77,7 @@ def ranks_of(job: Job) -> list[Rank]:
 
 def part_counts_of_ranks(job: Job) -> list[tuple[PartCounts, ...]]:
     """Returns the parts of the model in the stages of each rank."""
-    counts = counts_of(job.model, blocks_of_stages(job))
+    counts = counts_of(job.model, blocks_of_stages(job), numbered=bool(job.parallel.layers))
     owned = stages_of_ranks(job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank)
     return [tuple(counts[number] for number in own) for own in owned]
 
@@ -151,19 +150,28 @@ def _state(job: Job, stages: Sequence[PartCounts], plans: Sequence[ChunkPlan]) -
 
 def run_activations(job: Job) -> ActivationSizes:
     """Returns a function that computes activation sizes with the job's recomputation."""
-    kinds = tuple(kind for kind in KINDS if kind in job.recompute)
-    chosen = Recomputation(kinds, job.config.recompute_every)
-    config = job.config.decided(dispatch(job.config, job.mesh, job.machine.collectives).values)
-    shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
-    shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
+    chosen, shapes = job.recomputation, activation_arguments(job)
+    ranges = tuple((layers, _counted(kinds)) for layers, kinds in chosen.ranges)
+    chosen = chosen._replace(kinds=_counted(chosen.kinds), ranges=ranges)
 
     @cache
     def sizes(counts: PartCounts) -> tuple[float, float, float]:
         first, last = bool(counts.first), bool(counts.last)
-        found = activation_bytes(job.model, chosen, layers=counts.layers, first=first, last=last, **shapes)
+        found = activation_bytes(job.model, chosen, layers=counts.numbers, first=first, last=last, **shapes)
         return float(found.saved), float(found.waiting), float(found.peak - found.saved)
 
     return sizes
+
+
+def _counted(kinds: Sequence[str]) -> tuple[str, ...]:
+    return tuple(kind for kind in KINDS if kind in kinds)
+
+
+def activation_arguments(job: Job) -> dict[str, Any]:
+    """Returns the arguments of `activation_bytes` that all stages of a job share."""
+    config = job.config.decided(dispatch(job.config, job.mesh, job.machine.collectives).values)
+    shapes = activation_shapes(config, job.mesh, job.teachers, int(job.itemsize))
+    return shapes | {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
 
 
 def usable(machine: Machine) -> float:

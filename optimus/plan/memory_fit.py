@@ -12,7 +12,9 @@ from optimus.config.tree import ShardRanks
 from optimus.pipeline.estimates import largest
 from optimus.plan.candidate_meshes import BlockTiming, Candidate
 from optimus.plan.chunks import PartCounts
+from optimus.plan.costs import costs_of
 from optimus.plan.job import Job
+from optimus.plan.layers import Layerwise, stage_parts
 from optimus.plan.memory import (
     KINDS,
     ActivationSizes,
@@ -26,6 +28,7 @@ from optimus.plan.memory import (
     usable,
 )
 from optimus.plan.offloading import host_capacity
+from optimus.plan.rank_costs import RankCosts
 from optimus.plan.step import least_time, step_time
 from optimus.resolve.stages import splits_backward
 from optimus.state.buffers import RESIDENCES
@@ -53,7 +56,10 @@ class _Way(NamedTuple):
 class Fitting:
     """Finds jobs that fit in memory, and caches results across candidates."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, *, layers: bool = False) -> None:
+        """Lets the layers of a job recompute different modules if `layers` is True."""
+        self._layers = layers
+        self._layerwise: dict[tuple[BlockTiming, bool], Layerwise] = {}
         self._machine = job.machine
         self._nodes = job.nodes
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
@@ -102,15 +108,31 @@ class Fitting:
                 too_slow |= {width} if shard == "optimizer" else set()
                 continue
             buffers = self._buffers_of(jobs[0])
-            recompute, jobs = self._least(jobs, [free - buffers for free in free_bytes], sizes, in_time)
-            if not jobs or (slower and enough.get(width) == recompute):
+            rooms, plain = [free - buffers for free in free_bytes], jobs
+            recompute, jobs = self._least(plain, rooms, sizes, in_time)
+            by_layer = []
+            if self._layers and (recompute or not jobs):
+                by_layer = in_time(self._by_layer(candidate, plain, work, rooms))
+            elif not jobs or (slower and enough.get(width) == recompute):
                 continue
             enough[width] = recompute
-            for placed in jobs:
+            for placed in (*jobs, *by_layer):
                 seconds = step_time(placed, work).seconds
                 if seconds < limit:
                     best, limit = Timed(seconds, placed), seconds
         return best
+
+    def _by_layer(
+        self, candidate: Candidate, jobs: Sequence[Job], work: RankCosts | None, rooms: Sequence[float]
+    ) -> Iterator[Job]:
+        key = candidate.timing, splits_backward(jobs[0].config)
+        if key not in self._layerwise:
+            self._layerwise[key] = Layerwise(self._sets, stage_parts(jobs[0]))
+        free = dict(zip(dict.fromkeys(part_counts_of_ranks(jobs[0])), rooms, strict=True))
+        for job in jobs:
+            placed = self._layerwise[key].fitted(job, work or costs_of(job), free.__getitem__)
+            if placed is not None:
+                yield placed
 
     def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
         """True if, with equal recomputation, sharding only the optimizer's state is at least as fast."""

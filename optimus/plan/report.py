@@ -179,13 +179,18 @@ def _row(plan: Plan, wide: bool) -> dict[str, Any]:
         **(axes if wide else {"layout": ", ".join(longer) or "one rank"}),
         "batch": (" x " if wide else "x").join(map(str, (job.microbatches, job.train.micro_batch))),
         "shard": job.state.shard + (f" /{job.state.shard_ranks}" if job.state.shard_ranks else ""),
-        "recompute": ", ".join(sorted(job.recompute)) or "-",
+        "recompute": _recomputation(job),
         "step_s": round(plan.step.seconds, 3),
         "tokens/s": _tokens(plan),
         "utilisation" if wide else "MFU": f"{100 * plan.utilisation:.1f} %",
         "memory": size_text(plan.memory.total),
         **({"most time": _costliest(plan)} if wide else {}),
     }
+
+
+def _recomputation(job: Job) -> str:
+    ranges = (f"{', '.join(each.recompute) or '-'} in {each.layers}" for each in job.parallel.layers)
+    return "; ".join([", ".join(sorted(job.recompute)) or "-", *ranges])
 
 
 def _grid(outer: int, inner: int) -> str:

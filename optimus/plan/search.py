@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush
 
 from optimus.config.sizes import size_text
 from optimus.errors import UserError
+from optimus.mesh import Mesh
 from optimus.pipeline.schedules import DEFAULT
 from optimus.plan.candidate_meshes import candidates
 from optimus.plan.job import Job
@@ -25,20 +26,37 @@ from optimus.plan.step import step_time
 _TRIES = 5
 
 
-def search(job: Job, best: int = 10) -> list[Plan]:
+def search(job: Job, best: int = 10, *, layers: bool = False) -> list[Plan]:
     """Returns up to `best` plans, the fastest first, with different divisions of the job's ranks.
+
+    With `layers`, plans may recompute different modules in different layers; the plans without such ranges are
+    searched too, so that none is slower.
 
     Without configured offloading, the search offloads state only if no layout fits on the devices alone. Raises
     `UserError` if `Job.checked` does, if no layout divides the batch, or if no layout fits.
     """
     asked = job.checked().undivided
     for each in residencies(asked):
-        if plans := search_residency(each, best):
+        plans = search_residency(each, best)
+        if layers:
+            plans = _fastest([*plans, *search_residency(each, best, layers=True)], best)
+        if plans:
             return plans
     raise _too_large(asked)
 
 
-def search_residency(job: Job, best: int) -> list[Plan]:
+def _fastest(plans: Sequence[Plan], best: int) -> list[Plan]:
+    found = dict[object, Plan]()
+    for plan in sorted(plans, key=lambda plan: plan.step.seconds):
+        found.setdefault(_division(plan.job.mesh), plan)
+    return [*found.values()][:best]
+
+
+def _division(mesh: Mesh) -> tuple[int, ...]:
+    return mesh.pp, mesh.tp, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp
+
+
+def search_residency(job: Job, best: int, *, layers: bool = False) -> list[Plan]:
     """Searches like `search`, but only with the job's own setting of offloading. Returns an empty list when no layout
     fits. The job must be undivided (see `Job.undivided`).
 
@@ -48,7 +66,9 @@ def search_residency(job: Job, best: int) -> list[Plan]:
     """
     least = machine = job.machine
     for _ in range(_TRIES):
-        found = [predict(replace(each.job, machine=machine)) for each in _search(replace(job, machine=least), best)]
+        found = [
+            predict(replace(each.job, machine=machine)) for each in _search(replace(job, machine=least), best, layers)
+        ]
         over = max((plan.memory.total - device_capacity(plan.job) for plan in found), default=0.0)
         if over <= 0:
             break
@@ -61,7 +81,7 @@ def _fits(plan: Plan) -> bool:
     return memory.total <= device_capacity(job) and memory.elsewhere.host <= host_capacity(job)
 
 
-def _search(job: Job, best: int) -> list[Timed]:
+def _search(job: Job, best: int, layers: bool) -> list[Timed]:
     links = job.machine.network.links is not None
     ideal = replace(job, machine=even(job.machine)) if links else job
     ways = list(candidates(ideal))
@@ -74,7 +94,7 @@ def _search(job: Job, best: int) -> list[Timed]:
         )
     job = job.with_neighbours()
     found: dict[tuple[int, ...], Timed] = {}
-    fitting = Fitting(job)
+    fitting = Fitting(job, layers=layers)
     limit = math.inf  # seconds below which a plan is among the best
     queue = [(candidate.bound, number, False) for number, candidate in enumerate(ways)]
     heapify(queue)
@@ -82,11 +102,11 @@ def _search(job: Job, best: int) -> list[Timed]:
         bound, number, refined = heappop(queue)
         if bound >= limit:
             break
-        candidate, mesh = ways[number], ways[number].timing.mesh
+        candidate = ways[number]
         if not refined:
             heappush(queue, (fitting.least(candidate), number, True))
             continue
-        key = (candidate.pp, mesh.tp, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp)
+        key = _division(candidate.job.mesh)
         most = min(limit, found[key].seconds) if key in found else limit
         fastest = fitting.fastest(candidate, most) if bound < most else None
         if fastest is not None:

@@ -4,11 +4,11 @@ The time of all passes follows from the pipeline schedule and the times of the s
 plus the times that collectives over replicas, the optimizer, fetches of offloaded parameters, data and checkpoints add.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 from optimus.comm.algorithms import CollectiveKind
@@ -117,7 +117,7 @@ def part_times(job: Job) -> list[PartTime]:
             for name, terms in zip(names, times):
                 for kind, seconds in _works(terms):
                     found[part, name, kind] += m * number * seconds
-        for part, terms in _recomputed_parts(work, counts) if job.recompute else ():
+        for part, terms in _recomputed_parts(work, counts):
             for kind, seconds in _works(terms):
                 found[part, "recompute", kind] += m * seconds
         found["host", "step", "launches"] += m * stage.host
@@ -166,7 +166,7 @@ def _passes(work: RankCosts) -> _Passes:
     job, mesh, state, parallel = work.job, work.job.mesh, work.job.state, work.job.parallel
     release = state.reshard_after_forward
     gathers = (mesh, state.shard_ranks, state.shard_over, release) if state.shard == "parameters" else None
-    inside = mesh.ep, mesh.etp, job.recompute, job.config.recompute_every, job.config.recompute_collectives
+    inside = mesh.ep, mesh.etp, job.recomputation, job.config.recompute_collectives
     order = parallel.schedule, mesh.pp, parallel.stages_per_rank, job.microbatches, parallel.vocabulary
     key = inside, gathers, order, tuple(parallel.layers_per_stage or ())
     return work.cached(key, lambda: _all_passes(work, inside))
@@ -175,14 +175,15 @@ def _passes(work: RankCosts) -> _Passes:
 def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
     job, pp, parallel, experts = work.job, work.job.mesh.pp, work.job.parallel, inside[:2]
     sizes = blocks_of_stages(job)
-    counts = counts_of(job.model, sizes)
+    numbered = bool(parallel.layers)
+    counts = counts_of(job.model, sizes, numbered=numbered)
     vocabulary = parallel.stages_per_rank if parallel.vocabulary else None
-    alike, ranks, owned = _alike(job.model, sizes, parallel.schedule, pp)
+    alike, ranks, owned = _alike(job.model, sizes, parallel.schedule, pp, numbered)
     stages: dict[int, _Stage] = {}
     for number in dict.fromkeys(alike):
         each = counts[number]
         stage = work.cached((experts, vocabulary, each), partial(_stage, work, each))
-        if job.recompute:
+        if job.recomputation:
             again = work.cached((inside, each), partial(_recomputed, work, each))
             stage = stage._replace(again=again)
         if job.state.shard == "parameters":
@@ -200,14 +201,14 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 
 @lru_cache(maxsize=1024)
 def _alike(
-    model: Architecture, sizes: tuple[int, ...], schedule: str, pp: int
+    model: Architecture, sizes: tuple[int, ...], schedule: str, pp: int, numbered: bool
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
     """Groups stages with equal parts of the model; the first such stage represents the group.
 
     Returns three values: the representative of each stage, each rank's tuple of representatives, and the parts of the
     model for each such tuple.
     """
-    first, counts = dict[PartCounts, int](), counts_of(model, sizes)
+    first, counts = dict[PartCounts, int](), counts_of(model, sizes, numbered=numbered)
     alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
     return alike, ranks, {own: tuple(counts[number] for number in own) for own in dict.fromkeys(ranks)}
@@ -255,13 +256,14 @@ def blocks_of_stages(job: Job) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def counts_of(model: Architecture, sizes: tuple[int, ...]) -> tuple[PartCounts, ...]:
-    """Returns the parts of the model in each stage, for stages of `sizes` blocks."""
-    alike = iter(model.alike)
+def counts_of(model: Architecture, sizes: tuple[int, ...], *, numbered: bool = False) -> tuple[PartCounts, ...]:
+    """Returns the parts of the model in each stage, for stages of `sizes` blocks, `numbered` for `parallel.layers`."""
+    alike, starts = iter(model.alike), accumulate(sizes, initial=0)
     stages = []
-    for stage, size in enumerate(sizes):
+    for stage, (size, start) in enumerate(zip(sizes, starts)):
         first, last = int(stage == 0), int(stage == len(sizes) - 1)
-        stages.append(PartCounts(tuple(islice(alike, size)), first, last, max(first, last)))
+        own = tuple(islice(alike, size))
+        stages.append(PartCounts(own, first, last, max(first, last), start=start if numbered else None))
     return tuple(stages)
 
 
@@ -308,19 +310,26 @@ def _recomputed(work: RankCosts, counts: PartCounts) -> Terms:
 
 
 def _recomputed_parts(work: RankCosts, counts: PartCounts) -> Iterator[tuple[str, Terms]]:
-    job, recompute = work.job, work.job.recompute
-    for layer, modules in work.modules.items():
-        if number := counts.count_at(layer):
-            share = number / (job.config.recompute_every if "block" not in recompute else 1)
-            if "products" in recompute:
-                both = add(_scaled(passes.forward, times) for passes, times in modules.values())
-                yield "products", _scaled(Terms(matmul=0.5 * both.matmul, memory=both.memory), share)
-            parts = {**modules, **work.inside(layer)}
-            for kind in modules if "block" in recompute else recompute & parts.keys():
-                (forward, *_), times = parts[kind]
-                if job.config.recompute_collectives == "keep":
-                    forward = forward._replace(tensor=0.0, context=0.0, expert=0.0)
-                yield kind, _scaled(forward, share * times)
+    chosen = work.job.recomputation
+    if chosen:
+        numbers = Counter((layer, *chosen.of_layer(number)) for layer, number in zip(counts.layers, counts.numbers))
+        for (layer, kinds, every), number in numbers.items():
+            share = number / (every if "block" not in kinds else 1)
+            yield from ((part, _scaled(terms, share)) for part, terms in recomputed_block(work, layer, kinds))
+
+
+def recomputed_block(work: RankCosts, layer: int, kinds: Sequence[str]) -> Iterator[tuple[str, Terms]]:
+    """Yields the recomputed parts of one block and their seconds. `layer` is a key of `work.modules`."""
+    modules = work.modules[layer]
+    if "products" in kinds:
+        both = add(_scaled(passes.forward, times) for passes, times in modules.values())
+        yield "products", Terms(matmul=0.5 * both.matmul, memory=both.memory)
+    parts = {**modules, **work.inside(layer)}
+    for kind in modules if "block" in kinds else [each for each in kinds if each in parts]:
+        (forward, *_), times = parts[kind]
+        if work.job.config.recompute_collectives == "keep":
+            forward = forward._replace(tensor=0.0, context=0.0, expert=0.0)
+        yield kind, _scaled(forward, times)
 
 
 def _scaled(terms: Terms, times: float) -> Terms:

@@ -8,7 +8,6 @@ from optimus.config.sizes import parse_size, size_text
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.model.count import flops_per_token
-from optimus.parallel.recompute import Recomputation
 from optimus.resolve.decision import Decided
 from optimus.resolve.facts import AMOUNTS, opens_cache
 from optimus.resolve.memory import account
@@ -230,10 +229,7 @@ def _shape(run: ResolvedRun, plans: Sequence[ChunkPlan], memory: _DeviceMemory, 
     tokens = train.micro_batch * train.sequence_length / mesh.cp
     flops = flops_per_token(run.config.model, train.sequence_length) / 3  # of a forward pass
     forward = flops * tokens / (mesh.pp * mesh.tp) / compute
-    kinds = tuple(kind for kind in run.config.recompute if kind != "auto")
-    recomputed = recomputed_flops(
-        run.config.model, Recomputation(kinds, run.config.recompute_every), train.sequence_length
-    )
+    recomputed = recomputed_flops(run.config.model, run.recomputation, train.sequence_length)
     sizes = DTYPES[train.precision].itemsize, DTYPES[state.gradient_dtype].itemsize
     backward = (2 + recomputed / flops) * forward
     return step_shape(plans, state, run.microbatches, forward, backward, sizes, unsharded=memory.unsharded)

@@ -5,6 +5,7 @@ model supports these. Among candidates of equal cost, prefers n nearest to the s
 (AxoNN dissertation, section 3.3.1, equation 3.1).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, combinations
 from math import sqrt
@@ -44,9 +45,12 @@ def choose_recomputation(
 def recomputed_flops(config: Architecture, chosen: Recomputation, context: int) -> float:
     """Estimates the recomputed floating-point operations per token."""
     cost = {"norm": 20.0 * config.hidden, **forward_flops(config, context)}
-    if "block" in chosen.kinds:
-        return config.layers * sum(cost.values())
-    return config.layers // chosen.every * sum(cost[kind] for kind in chosen.kinds)
+    numbers = Counter[tuple[str, ...]]()
+    for layers, kinds in chosen.segments(range(config.layers)):
+        numbers[kinds] += len(layers)
+    return sum(
+        number * sum(cost[kind] for kind in (cost if "block" in kinds else kinds)) for kinds, number in numbers.items()
+    )
 
 
 def _candidates(config: Architecture, context: int) -> Iterator[Recomputation]:

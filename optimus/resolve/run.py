@@ -19,7 +19,7 @@ from optimus.resolve.decision import Decided, Decision
 from optimus.resolve.facts import Facts
 from optimus.resolve.groups import run_groups
 from optimus.resolve.precision import DTYPES
-from optimus.resolve.shapes import activation_shapes, stage_options
+from optimus.resolve.shapes import activation_shapes, recomputation_of, stage_options
 from optimus.resolve.stages import partition_of
 from optimus.state.plan import ChunkPlan, StateSpec, divide_stages, place_chunks
 
@@ -192,8 +192,7 @@ class ResolvedRun:
     @property
     def recomputation(self) -> Recomputation:
         """The recomputation of activations; none while `recompute` is `auto`."""
-        kinds = self.config.recompute
-        return Recomputation() if "auto" in kinds else Recomputation(tuple(kinds), self.config.recompute_every)
+        return recomputation_of(self.config)
 
     @property
     def options(self) -> StageOptions:

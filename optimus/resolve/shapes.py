@@ -28,6 +28,13 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
     )
 
 
+def recomputation_of(config: RunConfig) -> Recomputation:
+    """Returns the recomputation of activations in each layer; none by `recompute: auto`."""
+    ranges = tuple((each.range, tuple(each.recompute)) for each in config.parallel.layers)
+    kinds = tuple(kind for kind in config.recompute if kind != "auto")
+    return Recomputation(kinds, config.recompute_every, ranges)
+
+
 def activation_shapes(
     config: RunConfig, mesh: Mesh, teachers: tuple[Architecture, ...], itemsize: int | None = None
 ) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from optimus.parallel.recompute import Recomputation
 from optimus.resolve import recompute_choice
 from optimus.resolve.ranks import mesh_of
 from optimus.resolve.recompute_choice import BUSY, choose_recomputation, recomputed_flops
-from optimus.resolve.shapes import activation_shapes
+from optimus.resolve.shapes import activation_shapes, recomputation_of
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated, tracking
 from optimus.testing.steps import build
@@ -100,7 +100,7 @@ def measured(source: dict[str, Any], ranks: int, *, splits: bool = False) -> tup
                 deferred.pop(0)()
             waiting = after - allocations.current if splits else 0
         found.append((alive, allocations.peak, waiting))
-    chosen = Recomputation(tuple(config.recompute), config.recompute_every)
+    chosen = recomputation_of(config)
     itemsize = 2 if config.train.precision == "bfloat16" else 4
     shapes = activation_shapes(config, groups.mesh, (), itemsize) | {"splits": splits}
     computed = activation_bytes(config.model, chosen, **shapes)
@@ -111,6 +111,19 @@ def measured_all(
     sources: list[dict[str, Any]], ranks: int, splits: bool = False
 ) -> list[tuple[int, Activations, Activations]]:
     return [measured(source, ranks, splits=splits) for source in sources]
+
+
+RANGES = [{"layers": "0-1", "recompute": ["block"]}, {"layers": 3, "recompute": ["norm", "attention"]}]
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_ranges_of_layers_are_measured(model: dict[str, Any], splits: bool) -> None:
+    for kinds in ([], ["block"], ["attention"]):
+        _, found, computed = measured(tree(model, recompute=kinds, parallel={"layers": RANGES}), 1, splits=splits)
+        assert computed.saved == pytest.approx(found.saved, rel=0.02)
+        assert computed.peak == pytest.approx(found.peak, rel=0.05)
+        assert computed.waiting == pytest.approx(found.waiting, rel=0.02)
 
 
 IN_ONE_PROCESS = [*product(((DENSE, "mlp"), (EXPERTS, "moe")), SETS, ("float32", "bfloat16"))]

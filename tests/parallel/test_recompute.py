@@ -26,17 +26,15 @@ EXPERTS = ModelConfig(
 TOKENS = torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(0))
 
 
-def recomputing(config: ModelConfig, kinds: list[str], every: int = 1) -> Transformer:
+def recomputing(config: ModelConfig, chosen: Recomputation) -> Transformer:
     model = Transformer(config)
-    Recompute(Recomputation(tuple(kinds), every), StepContext()).arrange([model.blocks], [])
+    Recompute(chosen, StepContext()).arrange([model.blocks], [])
     return model
 
 
-def measured(
-    config: ModelConfig, kinds: list[str], precision: torch.dtype, every: int = 1
-) -> tuple[list[torch.Tensor], int]:
+def measured(config: ModelConfig, chosen: Recomputation, precision: torch.dtype) -> tuple[list[torch.Tensor], int]:
     """Returns the losses with all gradients, and the bytes saved for the backward pass besides the parameters."""
-    model = recomputing(config, kinds, every)
+    model = recomputing(config, chosen)
     initialize(model, 0, 0.2)
     model = model.to(precision)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -74,15 +72,16 @@ def measured(
     ],
 )
 def test_same_gradients_from_fewer_bytes(config: ModelConfig, kinds: list[str], precision: torch.dtype) -> None:
-    expected, everything = measured(config, [], precision)
-    found, kept = measured(config, kinds, precision)
+    expected, everything = measured(config, Recomputation(), precision)
+    found, kept = measured(config, Recomputation(tuple(kinds)), precision)
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
     assert kept < everything
 
 
 @pytest.mark.parametrize(("config", "feed_forward"), [(DENSE, "mlp"), (EXPERTS, "moe")])
 def test_more_kinds_keep_less(config: ModelConfig, feed_forward: str) -> None:
-    kept = [measured(config, kinds, torch.float32)[1] for kinds in ([], [feed_forward], [feed_forward, "attention"])]
+    sets = (), (feed_forward,), (feed_forward, "attention")
+    kept = [measured(config, Recomputation(kinds), torch.float32)[1] for kinds in sets]
     assert kept[0] > kept[1] > kept[2]
 
 
@@ -92,23 +91,68 @@ def test_more_kinds_keep_less(config: ModelConfig, feed_forward: str) -> None:
 def test_every_nth_block(config: ModelConfig, every: int, whole: bool) -> None:
     """Modules of fewer blocks are recomputed, so more bytes are saved; whole blocks save fewer inputs."""
     config = config.model_copy(update={"layers": 6})
-    kinds = ["block"] if whole else ["norm", "attention", "mlp" if config.experts is None else "moe"]
-    expected, everything = measured(config, [], torch.float32)
-    (found, kept), (_, at_one) = (measured(config, kinds, torch.float32, n) for n in (every, 1))
+    kinds = ("block",) if whole else ("norm", "attention", "mlp" if config.experts is None else "moe")
+    expected, everything = measured(config, Recomputation(), torch.float32)
+    (found, kept), (_, at_one) = (measured(config, Recomputation(kinds, n), torch.float32) for n in (every, 1))
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
     assert kept < at_one if whole else at_one < kept < everything
 
 
+@pytest.mark.parametrize("config", [DENSE, EXPERTS])
+@pytest.mark.parametrize("whole", [False, True])
+def test_ranges_of_layers(config: ModelConfig, whole: bool) -> None:
+    """Each layer of a range saves the same bytes less, no matter which layers these are.
+
+    Layers share tables and small tensors, so a range's bytes differ from the sum of its layers' by less than 3 % of one
+    layer; a layer more or less would be 100 %.
+    """
+    config = config.model_copy(update={"layers": 6})
+    kinds = ("block",) if whole else ("norm", "attention", "mlp" if config.experts is None else "moe")
+    expected, everything = measured(config, Recomputation(), torch.float32)
+
+    def less(chosen: Recomputation) -> int:
+        found, kept = measured(config, chosen, torch.float32)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        return everything - kept
+
+    one, two = (less(Recomputation(ranges=((range(1, stop), kinds),))) for stop in (2, 3))
+    near = 0.03 * one
+    assert one > 0
+    assert two == pytest.approx(2 * one, abs=near)
+    apart = less(Recomputation(ranges=((range(1, 2), kinds), (range(3, 5), kinds))))
+    assert apart == pytest.approx(3 * one, abs=near)
+    without_two = less(Recomputation(kinds, ranges=((range(2, 4), ()),)))
+    assert without_two == pytest.approx(less(Recomputation(kinds)) - 2 * one, abs=near)
+    assert less(Recomputation(("attention",), 2, ((range(6), kinds),))) == less(Recomputation(kinds))
+
+
+def test_segments_of_a_stage() -> None:
+    """Every n-th block counts anew in each stage, and where the recomputation changes."""
+    chosen = Recomputation(("attention",), 2, ((range(3, 5), ("block",)), (range(8, 9), ())))
+    assert [*chosen.segments(range(1, 9))] == [
+        ((1,), ()),
+        ((2,), ("attention",)),
+        ((3,), ("block",)),
+        ((4,), ("block",)),
+        ((5,), ()),
+        ((6,), ("attention",)),
+        ((7,), ()),
+        ((8,), ()),
+    ]
+    whole = Recomputation(("block",), 3, ((range(4, 5), ()),))
+    assert [layers for layers, _ in whole.segments(range(7))] == [(0, 1, 2), (3,), (4,), (5, 6)]
+
+
 def test_a_norm_and_what_it_feeds_are_one() -> None:
     """The output of a norm is not saved for the module it feeds: two inputs a block are saved instead of four."""
-    apart = measured(DENSE, ["attention", "mlp"], torch.float32)[1]
-    together = measured(DENSE, ["norm", "attention", "mlp"], torch.float32)[1]
+    apart = measured(DENSE, Recomputation(("attention", "mlp")), torch.float32)[1]
+    together = measured(DENSE, Recomputation(("norm", "attention", "mlp")), torch.float32)[1]
     assert apart - together >= DENSE.layers * 2 * TOKENS.numel() * DENSE.hidden * 4
 
 
 @pytest.mark.parametrize("kinds", [["moe"], ["block"]])
 def test_router_statistics_are_counted_once(kinds: list[str]) -> None:
-    model = recomputing(EXPERTS, kinds)
+    model = recomputing(EXPERTS, Recomputation(tuple(kinds)))
     initialize(model, 0, 0.2)
     losses = model.losses(TOKENS)
     assert losses.router is not None
@@ -122,7 +166,7 @@ def test_router_statistics_are_counted_once(kinds: list[str]) -> None:
 @pytest.mark.parametrize("kinds", [["block"], ["norm", "attention", "moe"]])
 def test_nothing_draws_random_numbers(kinds: list[str]) -> None:
     """No module draws random numbers, so recomputation needs no state of a generator."""
-    model = recomputing(EXPERTS, kinds)
+    model = recomputing(EXPERTS, Recomputation(tuple(kinds)))
     initialize(model, 0, 0.2)
     before = torch.get_rng_state()
     model.losses(TOKENS).cross_entropy.backward()

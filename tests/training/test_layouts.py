@@ -198,6 +198,7 @@ def factors(model: str, layout: Layout) -> dict[str, str]:
     said = dict(override.split("=", 1) for override in layout.overrides)
     outputs, _, inputs = said.get("parallel.tensor", "1").strip("[]").partition(",")
     recomputed = said.get("recompute", "nothing")
+    _, ranges, of_range = said.get("parallel.layers", "").partition("recompute: ")
     return {option: said[option] for option in PAIRED if option in said} | {
         "model": model,
         "pruning.at": said.get("pruning.at", "never"),
@@ -210,6 +211,7 @@ def factors(model: str, layout: Layout) -> dict[str, str]:
             for option in ("parallel.context", "parallel.expert", "parallel.expert_tensor", "recompute_every")
         },
         "nested": str(any(option.startswith("state.shard_ranks.") for option in said)),
+        "ranges": ranges and ("block" if "block" in of_range else str(of_range != "[]}]")),
         **{kind: str(kind in recomputed) for kind in ("nothing", "block", "norm", "attention", "m")},  # "m": moe or mlp
     }
 

@@ -6,7 +6,7 @@ pass their input on.
 Legend: B batch, S sequence, H hidden, T tokens (in `router_stats`, once per layer), E experts.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -73,18 +73,23 @@ class Stored(NamedTuple):
 class ForeignRow(list[nn.Module]):
     """Blocks of a foreign model, in order."""
 
-    def run_in(self, size: int, run: Callable[..., Any]) -> None:
-        """Sets `run` as the runner of each block whose children are units. Ignores `size`."""
-        for block in self:
-            if isinstance(block, BlockOfParts):
-                block.__dict__["again"] = run
+    def __init__(self, blocks: Sequence[nn.Module], layers: Sequence[int]) -> None:
+        super().__init__(blocks[i] for i in layers)
+        self.layers = layers
+
+    def run_in(self, segments: Sequence[tuple[range, Callable[..., Any]]]) -> None:
+        """Sets the runner of each block whose children are units."""
+        for positions, run in segments:
+            for block in self[positions.start : positions.stop]:
+                if isinstance(block, BlockOfParts):
+                    block.__dict__["again"] = run
 
 
 class ForeignStage:
     """The `ModelStage` of a `ForeignModel`."""
 
     def __init__(self, model: "ForeignModel", blocks: range, *, first: bool, last: bool) -> None:
-        self.row = ForeignRow(model.blocks[i] for i in blocks)
+        self.row = ForeignRow(model.blocks, blocks)
         self._model, self._blocks, self._first, self._last = model, blocks, first, last
         router = model.facts.router
         self._routes = router is not None and router.on and any(layer in blocks for layer in router.layers)
@@ -203,7 +208,7 @@ class ForeignModel(Storage, CausalModel):
         return found
 
     def rows(self) -> list[BlockRow]:
-        return [ForeignRow(self.blocks)]
+        return [ForeignRow(self.blocks, range(len(self.blocks)))]
 
     def units(self) -> Iterable[Unit]:
         return self._units

@@ -3,7 +3,16 @@
 from typing import Any, NamedTuple
 
 from helpers.adapted import config_json
-from helpers.drawing import Draw, draw_alike, draw_blocks, draw_order, draw_residency, draw_rule, draw_state
+from helpers.drawing import (
+    Draw,
+    draw_alike,
+    draw_blocks,
+    draw_layers,
+    draw_order,
+    draw_residency,
+    draw_rule,
+    draw_state,
+)
 
 FAMILIES = ("llama", "phi3", "gpt2", "gpt_neox", "olmo2", "gemma3_text", "granitemoe", "stablelm")
 LAYERS, STEPS, BATCH, LENGTH = 4, 3, 8, 32
@@ -94,6 +103,7 @@ def drawn(number: int) -> Case:
     if family == "granitemoe" and data * context % 2 == 0:
         draw.set("parallel.expert", 1, 2)
     draw_alike(draw)
+    draw_layers(draw, LAYERS)
     return Case(family, together * data, draw.overrides, stop)
 
 

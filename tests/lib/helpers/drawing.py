@@ -104,6 +104,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     _draw_precision(draw)
     _draw_chunks(draw)
     draw_alike(draw)
+    draw_layers(draw, layers, *combinations_of("norm", "attention", "moe" if "experts" in shape else "mlp"))
     return model, Layout(ranks, draw.overrides, per_node)
 
 
@@ -333,6 +334,14 @@ def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:
         draw.set("recompute", kinds)
         draw.set("recompute_every", *range(1, layers + 1))
         draw.set("recompute_collectives", "keep", "repeat")
+
+
+def draw_layers(draw: Draw, layers: int, *modules: list[str]) -> None:
+    """Draws a range of layers that recomputes nothing, whole blocks or some of `modules`."""
+    kinds = draw.of(None, None, [], ["block"], ["block"], *modules)
+    if kinds is not None:
+        first, last = sorted(draw.of(*range(layers)) for _ in range(2))
+        draw.overrides.append(f"parallel.layers=[{{layers: {first}-{last}, recompute: [{', '.join(kinds)}]}}]")
 
 
 def draw_blocks(draw: Draw, ranks: int, together: int) -> None:

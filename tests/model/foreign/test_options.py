@@ -65,6 +65,7 @@ def factors(case: Case) -> dict[str, str]:
         "shard_ranks": "nested" if any("shard_ranks." in each for each in said) else str("state.shard_ranks" in said),
         "phases": said.get("phases", "none"),
         "pruning.at": said.get("pruning.at", "never"),
+        "layers": said.get("parallel.layers", "none").partition("recompute: ")[2],
         "pruning.rewind": said.get("pruning.rewind", "never"),
         **{axis: said.get(f"parallel.{axis}", "1") for axis in ("tensor", "pipeline", "context", "expert")},
     }
