@@ -38,7 +38,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python tests/lib/ways
 test: install-dev lint          ## lint and the tests, but for those that have turns
 	@$(PYTEST)
 
-sweep-part: install-dev         ## a tenth of the tests, and of those that have turns this commit's, in one of six ways and at most SWEEP_MINUTES=20; says how to repeat it
+sweep-part: install-dev         ## a tenth of the tests, and of those that have turns this commit's, in one of six ways and at most SWEEP_MINUTES=12; says how to repeat it
 	@SWEEP=turn $(PYTEST)
 
 ways: install-dev               ## the tests in all six ways, one after the other: some two hours

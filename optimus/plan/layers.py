@@ -126,8 +126,8 @@ class Layerwise:
         placed = with_recomputations(job, kinds)
         ranks = ranks_of(placed)
         activations = activations_of(ranks, run_activations(placed))
-        rooms = (free(tuple(each._replace(start=None) for each in rank.stages)) for rank in ranks)
-        return placed if all(sum(parts.values()) <= room for parts, room in zip(activations, rooms)) else None
+        free_bytes = (free(tuple(each._replace(start=None) for each in rank.stages)) for rank in ranks)
+        return placed if all(sum(parts.values()) <= most for parts, most in zip(activations, free_bytes)) else None
 
     def _chosen(
         self, work: RankCosts, stages: tuple[PartCounts, ...], lives: Sequence[Live], budget: float

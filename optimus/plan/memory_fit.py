@@ -108,11 +108,11 @@ class Fitting:
                 too_slow |= {width} if shard == "optimizer" else set()
                 continue
             buffers = self._buffers_of(jobs[0])
-            rooms, plain = [free - buffers for free in free_bytes], jobs
-            recompute, jobs = self._least(plain, rooms, sizes, in_time)
+            limits, plain = [free - buffers for free in free_bytes], jobs
+            recompute, jobs = self._least(plain, limits, sizes, in_time)
             by_layer = []
             if self._layers and (recompute or not jobs):
-                by_layer = in_time(self._by_layer(candidate, plain, work, rooms))
+                by_layer = in_time(self._by_layer(candidate, plain, work, limits))
             elif not jobs or (slower and enough.get(width) == recompute):
                 continue
             enough[width] = recompute
@@ -123,12 +123,12 @@ class Fitting:
         return best
 
     def _by_layer(
-        self, candidate: Candidate, jobs: Sequence[Job], work: RankCosts | None, rooms: Sequence[float]
+        self, candidate: Candidate, jobs: Sequence[Job], work: RankCosts | None, limits: Sequence[float]
     ) -> Iterator[Job]:
         key = candidate.timing, splits_backward(jobs[0].config)
         if key not in self._layerwise:
             self._layerwise[key] = Layerwise(self._sets, stage_parts(jobs[0]))
-        free = dict(zip(dict.fromkeys(part_counts_of_ranks(jobs[0])), rooms, strict=True))
+        free = dict(zip(dict.fromkeys(part_counts_of_ranks(jobs[0])), limits, strict=True))
         for job in jobs:
             placed = self._layerwise[key].fitted(job, work or costs_of(job), free.__getitem__)
             if placed is not None:

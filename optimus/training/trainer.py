@@ -63,6 +63,7 @@ class Hook:
                 if record.result.loss < 9.0:
                     trainer.stop("the loss is low enough")
 
+
         optimus.train("first.yaml", ["train.output=runs/stopped"], hooks=[Stop])
     """
 

@@ -119,8 +119,16 @@ def test_the_second_half_of_olmoes_losses_follows_from_the_first(shared_data: Pa
         (None, "E=1,B=1,beta=1", r"--until is missing, but --loss-curve is given"),
         ("tokens=1e9", "E=1,B=1,beta=1", r"--loss-curve is for --until loss=X, not for tokens=1e9"),
         ("loss=2", None, r"--until loss=2: add --loss-curve"),
-        ("loss=1.7", "E=1.8,B=420,beta=0.28", r"--until loss=1.7: the loss never gets there, .*: by the law 1.8 \+ 420"),
-        ("loss=1.70001", "E=1.7,B=500,beta=0.001", r"loss=1.70001: the loss .* takes more than 1e308 tokens: by the law"),
+        (
+            "loss=1.7",
+            "E=1.8,B=420,beta=0.28",
+            r"--until loss=1.7: the loss never gets there, .*: by the law 1.8 \+ 420",
+        ),
+        (
+            "loss=1.70001",
+            "E=1.7,B=500,beta=0.001",
+            r"loss=1.70001: the loss .* takes more than 1e308 tokens: by the law",
+        ),
         ("loss=2", "E=1.8,B=420", r"--loss-curve E=1.8,B=420: give a file, or the law"),
         ("loss=2", "E=1.8,B=-4,beta=1", r"give a file, or the law"),
         ("loss=2", "absent.csv", r"--loss-curve absent.csv cannot be read"),

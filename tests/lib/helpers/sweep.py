@@ -56,9 +56,9 @@ def part_of_sweep(sweep: str | None) -> Part:
 
 
 def limit_time() -> None:
-    """Sets the end of a sweep of this commit's turns: SWEEP_MINUTES from now, or 20."""
+    """Sets the end of a sweep of this commit's turns: SWEEP_MINUTES from now, or 12."""
     if os.environ.get("SWEEP") == "turn":
-        os.environ[_ENDS] = str(time.time() + 60 * float(os.environ.get("SWEEP_MINUTES", "20")))
+        os.environ[_ENDS] = str(time.time() + 60 * float(os.environ.get("SWEEP_MINUTES", "12")))
 
 
 def skip_late() -> None:
