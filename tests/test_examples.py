@@ -4,7 +4,6 @@ import math
 import re
 import shlex
 import sys
-from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -62,10 +61,13 @@ def call(words: list[str]) -> None:
     """Runs a command in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
-        with suppress(SystemExit):  # without an argument, or with 0
+        code: Any = None
+        try:
             cli.main()
-            return
-    pytest.fail(f"{words} has failed")
+        except SystemExit as end:
+            code = end.code
+    if code:
+        pytest.fail(f"{words} has failed")
 
 
 def keys_in(tree: Any, before: str = "") -> set[str]:
