@@ -411,7 +411,7 @@ def test_the_cases_meet_everything() -> None:
     assert VALUES - {override for _, layout in drawings for override in layout.overrides} == set()
     assert {model for model, _ in drawings} == set(MODELS)
     assert {layout.ranks for _, layout in drawings} == {1, 2, 3, 4, 6, 8}
-    assert sum(cost(*drawing) for drawing in drawings) <= 5300  # a quarter of which is in each run
+    assert sum(cost(*drawing) for drawing in drawings) <= 5450  # a quarter of which is in each run
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
