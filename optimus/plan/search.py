@@ -48,12 +48,12 @@ def search(job: Job, best: int = 10, *, layers: bool = False) -> list[Plan]:
 def _fastest(plans: Sequence[Plan], best: int) -> list[Plan]:
     found = dict[object, Plan]()
     for plan in sorted(plans, key=lambda plan: plan.step.seconds):
-        found.setdefault(_division(plan.job.mesh), plan)
+        found.setdefault(_division(plan.job.mesh.pp, plan.job.mesh), plan)
     return [*found.values()][:best]
 
 
-def _division(mesh: Mesh) -> tuple[int, ...]:
-    return mesh.pp, mesh.tp, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp
+def _division(pp: int, mesh: Mesh) -> tuple[int, ...]:
+    return pp, mesh.tp, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp
 
 
 def search_residency(job: Job, best: int, *, layers: bool = False) -> list[Plan]:
@@ -106,7 +106,7 @@ def _search(job: Job, best: int, layers: bool) -> list[Timed]:
         if not refined:
             heappush(queue, (fitting.least(candidate), number, True))
             continue
-        key = _division(candidate.job.mesh)
+        key = _division(candidate.pp, candidate.timing.mesh)
         most = min(limit, found[key].seconds) if key in found else limit
         fastest = fitting.fastest(candidate, most) if bound < most else None
         if fastest is not None:

@@ -128,6 +128,36 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (DENSE, {"recompute_every": 2}, r"recompute_every 2: nothing is recomputed: set recompute"),
         (
             DENSE,
+            {"parallel": {"layers": [{"layers": "1-0", "recompute": ["norm"]}]}},
+            r"layers 1-0: give a layer, such as 3, or the first and the last one",
+        ),
+        (
+            DENSE,
+            {"parallel": {"layers": [{"layers": "0-1", "recompute": []}, {"layers": 1, "recompute": ["norm"]}]}},
+            r"layers 0-1 and layers 1 overlap: give each layer once",
+        ),
+        (
+            DENSE,
+            {"parallel": {"layers": [{"layers": "999", "recompute": ["norm"]}]}},
+            r"parallel\.layers\.0: there is no layer 999: the layers are 0 to \d+",
+        ),
+        (
+            DENSE,
+            {"parallel": {"layers": [{"layers": "0", "recompute": ["moe"]}]}},
+            r"parallel\.layers\.0\.recompute: there is no module 'moe' in layers 0: remove it",
+        ),
+        (
+            DENSE,
+            {"parallel": {"layers": [{"layers": "0", "recompute": ["block", "norm"]}]}},
+            r"parallel\.layers\.0\.recompute: block includes all modules: remove the others",
+        ),
+        (
+            DENSE,
+            {"recompute": "auto", "parallel": {"layers": [{"layers": "0", "recompute": ["norm"]}]}},
+            r"recompute: auto chooses for all layers: remove parallel\.layers, or set recompute",
+        ),
+        (
+            DENSE,
             {"recompute": "auto", "recompute_every": 2},
             r"recompute_every 2: recompute auto chooses the value: remove it",
         ),
