@@ -17,6 +17,7 @@ clocks (8):
 
 import io
 import logging
+import math
 import pickle
 import signal
 import time
@@ -41,6 +42,7 @@ from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
 
 _LEAVE_SECONDS = 60  # seconds that a node has to leave the rendezvous
+_LEAVE_TRIES = 20  # attempts that it has at least, since a busy machine may stop it for all of these seconds
 _NEVER = datetime.min.replace(tzinfo=timezone.utc)  # a heartbeat that any clock finds too old
 _LAST_WORDS = 2  # seconds from SIGTERM to SIGKILL after a failure
 
@@ -125,6 +127,17 @@ class _StateHolder(dynamic._BackendRendezvousStateHolder):
             state.redundancy_list |= state.wait_list
             state.wait_list.clear()
             self.mark_dirty()
+
+
+class _Leave(dynamic._RendezvousExitOp):
+    """Leaves the rendezvous; fails after `deadline` and `_LEAVE_TRIES` attempts."""
+
+    def __init__(self) -> None:
+        self._tries = 0
+
+    def __call__(self, ctx: dynamic._RendezvousContext, deadline: float) -> dynamic._Action:
+        self._tries += 1
+        return super().__call__(ctx, deadline if self._tries > _LEAVE_TRIES else math.inf)
 
 
 class Rendezvous(dynamic.DynamicRendezvousHandler):
@@ -219,7 +232,7 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
     def leave(self) -> None:
         """Removes this node from the rendezvous without closing the rendezvous."""
         self._stop_heartbeats()
-        self._op_executor.run(dynamic._RendezvousExitOp(), time.monotonic() + _LEAVE_SECONDS)
+        self._op_executor.run(_Leave(), time.monotonic() + _LEAVE_SECONDS)
 
 
 class Agent(LocalElasticAgent):
