@@ -98,7 +98,9 @@ def plan(
     ] = False,
     layers: Annotated[
         bool,
-        Option("--layers", help="Also search for ranges of layers that recompute different modules (parallel.layers)."),
+        Option(
+            "--layers", help="Also search for other recomputation and tensor parallelism by layer (parallel.layers)."
+        ),
     ] = False,
     largest: Annotated[
         bool,

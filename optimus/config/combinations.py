@@ -62,7 +62,7 @@ def _check_limits(config: RunConfig) -> None:
     parallel, documents = config.parallel, config.data.documents
     outputs, inputs = parallel.grid
     chosen = {"recompute": {*config.recompute}}
-    chosen |= {f"parallel.layers.{at}.recompute": {*each.recompute} for at, each in enumerate(parallel.layers)}
+    chosen |= {f"parallel.layers.{at}.recompute": {*(each.recompute or ())} for at, each in enumerate(parallel.layers)}
 
     def recomputed(modules: set[str]) -> tuple[str, bool]:
         return next(((key, True) for key, kinds in chosen.items() if kinds & modules), ("recompute", False))
@@ -155,8 +155,10 @@ def _check_recomputation(config: RunConfig) -> None:
     alone = next((kind for kind in config.recompute if kind in ("block", "auto")), None)
     if alone is not None and len(config.recompute) > 1:
         raise ValueError(f"recompute: {alone} includes all modules: remove the others")
-    if alone == "auto" and config.parallel.layers:
-        raise ValueError("recompute: auto chooses for all layers: remove parallel.layers, or set recompute")
+    if alone == "auto" and any(each.recompute is not None for each in config.parallel.layers):
+        raise ValueError(
+            "recompute: auto chooses for all layers: remove the recompute of parallel.layers, or set recompute"
+        )
     if config.recompute_every > 1 and (not config.recompute or alone == "auto"):
         cure = "recompute auto chooses the value: remove it" if alone else "nothing is recomputed: set recompute"
         raise ValueError(f"recompute_every {config.recompute_every}: {cure}")
@@ -174,12 +176,36 @@ def _check_layers(config: RunConfig) -> None:
         key = f"parallel.layers.{at}"
         if each.range.stop > model.layers:
             raise ValueError(f"{key}: there is no layer {each.range.stop - 1}: the layers are 0 to {model.layers - 1}")
-        if "block" in each.recompute and len(each.recompute) > 1:
+        if each.tensor is not None:
+            _check_tensor(config, f"{key}.tensor {each.tensor}", each.tensor)
+        recompute = each.recompute or ()
+        if "block" in recompute and len(recompute) > 1:
             raise ValueError(f"{key}.recompute: block includes all modules: remove the others")
         sparse = sum(model.experts_of(layer) > 0 for layer in each.range)
         for kind, absent in (("moe", not sparse), ("mlp", sparse == len(each.range))):
-            if absent and kind in each.recompute:
+            if absent and kind in recompute:
                 raise ValueError(f"{key}.recompute: there is no module '{kind}' in layers {each.layers}: remove it")
+
+
+def _check_tensor(config: RunConfig, key: str, ranks: int) -> None:
+    """Raises `ValueError` if layers cannot have `ranks` tensor-parallel ranks."""
+    parallel, batch = config.parallel, config.train.micro_batch
+    outputs, inputs = parallel.grid
+    if outputs % ranks:
+        raise ValueError(f"{key} does not divide parallel.tensor {outputs}: choose a divisor")
+    if inputs > 1:
+        raise ValueError(
+            f"{key}: parallel.tensor {parallel.tensor} also shards the columns between layers: set parallel.tensor to a "
+            f"number, such as {outputs * inputs}"
+        )
+    if ranks < outputs and not parallel.splits_sequence:
+        cure = config.model.limits.get("sequence", "set parallel.sequence to true")
+        raise ValueError(f"{key} needs sequence parallelism: {cure}")
+    if batch % (outputs // ranks):
+        raise ValueError(
+            f"{key} divides the sequences of a microbatch among {outputs // ranks} groups of tensor-parallel ranks, but "
+            f"train.micro_batch is {batch}: set it to a multiple of {outputs // ranks}"
+        )
 
 
 def _check_experts(config: RunConfig) -> None:

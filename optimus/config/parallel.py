@@ -1,5 +1,6 @@
 """The section `parallel`."""
 
+import math
 import re
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -25,8 +26,11 @@ class LayersConfig(Section):
     """Options of a range of layers that differ from the rest of the model."""
 
     layers: LayerRange = Field(description="A layer, such as 3, or the first and the last one, such as 0-7; from 0.")
-    recompute: list[Literal["norm", "attention", "mlp", "moe", "block"]]
+    recompute: list[Literal["norm", "attention", "mlp", "moe", "block"]] | None = None
     """Activation recomputation in each of these layers, instead of `recompute` and `recompute_every`; []: none."""
+    tensor: int | None = Field(None, gt=0)
+    """Tensor-parallel ranks of each of these layers, a divisor of the run's `tensor`. These ranks compute a share of the
+    sequences of a microbatch. Needs sequence parallelism; experts keep their layout."""
 
     @property
     def range(self) -> range:
@@ -40,6 +44,8 @@ class LayersConfig(Section):
             raise ValueError(
                 f"layers {self.layers}: give a layer, such as 3, or the first and the last one, such as 0-7"
             )
+        if self.recompute is None and self.tensor is None:
+            raise ValueError(f"layers {self.layers}: set recompute, tensor or both, or remove the range")
         return self
 
 
@@ -106,6 +112,16 @@ class ParallelConfig(Section):
     def splits_sequence(self) -> bool:
         """True with sequence parallelism. With `sequence` None, True with tensor parallelism, for any model."""
         return self.grid != (1, 1) if self.sequence is None else self.sequence
+
+    @property
+    def tensor_ranges(self) -> tuple[tuple[range, int], ...]:
+        """The ranges of layers with fewer tensor-parallel ranks than the rest of the model, and the numbers of ranks."""
+        return tuple((each.range, each.tensor) for each in self.layers if each.tensor not in (None, self.grid[0]))
+
+    @property
+    def sharing_groups(self) -> int:
+        """The least common multiple of the numbers of groups that share the sequences of a microbatch in some layer."""
+        return math.lcm(*(self.grid[0] // ranks for _, ranks in self.tensor_ranges))
 
     @property
     def split_vocabulary(self) -> int:

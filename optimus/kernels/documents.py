@@ -3,6 +3,7 @@
 Legend: T tokens of all documents, N heads, M heads of keys and values, D head size.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -43,6 +44,12 @@ class Documents:
     def longest(self) -> int:
         """Length of the longest document in tokens."""
         return max(self.lengths)
+
+    def part(self, number: int, parts: int) -> "Documents":
+        """Returns the documents of part `number` of `parts` equal parts of the sequences."""
+        tokens, ends = sum(self.lengths) // parts, [end for _, end in self.spans]
+        first, stop = (bisect_right(ends, number * tokens), bisect_right(ends, (number + 1) * tokens))
+        return Documents(self.lengths[first:stop], self.sequences // parts)
 
     def positions(self) -> Tensor:
         """Returns the position of every token in its document, int64 [T] on the host."""

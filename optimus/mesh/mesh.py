@@ -4,7 +4,8 @@
     expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
 
 A group along `embedding` joins the first and the last rank along `pp`; each other rank along `pp` is alone in its
-group. The tensor-parallel grid of `tp_in` and `tp_out` is from AxoNN. The last axis of a view is innermost.
+group. The tensor-parallel grid of `tp_in` and `tp_out` is from AxoNN. The last axis of a view is innermost. The axes
+of `runs_of_tensor(n)` divide `tp_out`.
 """
 
 import math
@@ -19,6 +20,15 @@ from optimus.mesh.partition import RankPartition, Table
 
 DENSE = ("pp", "dp", "cp", "tp_in", "tp_out")
 EXPERT = ("pp", "edp", "ep", "etp")
+_RUNS, _IN_RUN = "tp_out/", "tp_out:"
+
+
+def runs_of_tensor(ranks: int) -> tuple[str, str]:
+    """Returns two axes that replace `tp_out`: runs of `ranks` neighbours along `tp_out`, and the ranks of a run.
+
+    Fewer ranks along `tp_out` are one run.
+    """
+    return f"{_RUNS}{ranks}", f"{_IN_RUN}{ranks}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +143,7 @@ class Mesh:
 
     def axis_size(self, *axes: str) -> int:
         """Returns the product of the sizes of `axes`."""
-        return math.prod(getattr(self, axis) for axis in axes)
+        return math.prod(map(self._axis_size, axes))
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Returns the index of `rank` on `axis`."""
@@ -144,7 +154,7 @@ class Mesh:
 
     def group(self, rank: int, axes: Sequence[str]) -> list[int]:
         """Returns the group of `rank` along `axes` of one view, in rank order."""
-        view, axes = _view(axes), _single(axes)
+        view, axes = view_of(axes), _single(axes)
         ranges: list[Sequence[int]] = [
             range(self.axis_size(axis)) if axis in axes else (self.coordinate(rank, axis),) for axis in view
         ]
@@ -154,7 +164,7 @@ class Mesh:
 
     def groups(self, axes: Sequence[str]) -> RankPartition:
         """Returns all groups along `axes` of one view."""
-        view, single = _view(axes), _single(axes)
+        view, single = view_of(axes), _single(axes)
         block, sizes = self.block, [self.axis_size(axis) for axis in view]
         ranks = np.arange(self.size, dtype=np.int32).reshape(-1, self.pp, block).swapaxes(0, 1).reshape(sizes)
         along = [dim for dim, axis in enumerate(view) if axis in single or (axis == "pp" and "embedding" in single)]
@@ -172,6 +182,13 @@ class Mesh:
         """Returns the index of the node of `rank`."""
         return rank // (self.ranks_per_node or self.size)
 
+    def _axis_size(self, axis: str) -> int:
+        if axis.startswith((_RUNS, _IN_RUN)):
+            run = min(int(axis[len(_RUNS) :]), self.tp_out)
+            return run if axis.startswith(_IN_RUN) else self.tp_out // run
+        size: int = getattr(self, axis)
+        return size
+
     def _offsets(self, axis: str, indices: Sequence[int]) -> list[int]:
         """Returns the amounts that `indices` on `axis` add to the number of a rank."""
         block = self.block
@@ -182,13 +199,14 @@ class Mesh:
 
     def _inner(self, axis: str) -> int:
         """Returns the distance, in ranks of a stage, between neighbours on `axis`."""
-        view = _view((axis,))
+        view = view_of((axis,))
         return 1 if axis == "tp" else self.axis_size(*view[view.index(axis) + 1 :])
 
 
-def _view(axes: Sequence[str]) -> tuple[str, ...]:
+def view_of(axes: Sequence[str]) -> tuple[str, ...]:
     """Returns the first view that has all of `axes` except `embedding`. Raises `ValueError` if no view does."""
-    for view in (DENSE, EXPERT):
+    runs = {runs_of_tensor(int(axis[len(_RUNS) :])) for axis in axes if axis.startswith((_RUNS, _IN_RUN))}
+    for view in (DENSE, EXPERT, *((*DENSE[:-1], *each) for each in runs)):
         if set(_single(axes)) - {"embedding"} <= set(view):
             return view
     raise ValueError(f"no view of the mesh has all of the axes {', '.join(axes)}")

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from optimus.mesh.mesh import DENSE, EXPERT, Mesh
+from optimus.mesh.mesh import Mesh, view_of
 
 
 class StridedGroup(NamedTuple):
@@ -88,18 +88,11 @@ def group_along(mesh: Mesh, axes: tuple[str, ...]) -> StridedGroup:
     """
     if axes == ("pp",):
         return StridedGroup(mesh.pp, mesh.block)
-    inner = {
-        "tp_out": 1,
-        "tp_in": mesh.tp_out,
-        "cp": mesh.tp,
-        "dp": mesh.tp * mesh.cp,
-        "etp": 1,
-        "ep": mesh.etp,
-        "edp": mesh.etp * mesh.ep,
-    }
     wanted = {one for axis in axes for one in (("tp_in", "tp_out") if axis == "tp" else (axis,))}
-    if not wanted or not any(wanted <= set(view[1:]) for view in (DENSE, EXPERT)):
+    view = view_of(axes)
+    if not wanted or not wanted <= set(view[1:]):
         raise ValueError(f"axes {', '.join(axes) or '()'}: give pp alone, or other axes of one view")
+    inner = {axis: mesh.axis_size(*view[at:]) for at, axis in enumerate(view, start=1)}
     runs = [(1, min(inner[axis] for axis in wanted))]  # (size, stride), the innermost first
     for axis in sorted(wanted, key=inner.__getitem__):
         (size, stride), longer = runs[-1], mesh.axis_size(axis)

@@ -26,12 +26,44 @@ class AttentionPositions(NamedTuple):
     sequence: SequenceSplit
     position_T: Tensor  # the position of each token in its sequence or document
 
+    def part(self, number: int, parts: int) -> "AttentionPositions":
+        """Returns the positions of part `number` of `parts` equal parts of the batch's sequences."""
+        position_T = self.position_T.chunk(parts)[number]
+        if self.sequence.documents is None:
+            return self._replace(position_T=position_T)
+        (cos, sin), (window_cos, window_sin) = self.table, self.window_table
+        table, window_table = (
+            (cos.chunk(parts)[number], sin.chunk(parts)[number]),
+            (
+                window_cos.chunk(parts)[number],
+                window_sin.chunk(parts)[number],
+            ),
+        )
+        return AttentionPositions(table, window_table, self.sequence.part(number, parts), position_T)
+
+
+class AttentionRows:
+    """Selects the rows of the residual stream for attention. In this base class, the projections get all rows."""
+
+    def enter(
+        self, x_TH: Tensor, positions: AttentionPositions, cache: LayerCache | None
+    ) -> tuple[Tensor, AttentionPositions]:
+        """Returns rows of whole sequences, and the positions of these rows."""
+        return x_TH, positions
+
+    def leave(self, y_TH: Tensor, rows: int) -> Tensor:
+        """Returns the `rows` rows of this device from the result for the rows of `enter`."""
+        return y_TH
+
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023). If N equals M, the weights of q, k and v are one parameter."""
 
+    replaceable = ("rows",)
+
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
+        self.rows = AttentionRows()
         self.head_size, self.window, self.cap = config.head_size, config.window_of(layer), config.score_cap
         residual, head = Size("residual", config.hidden), Size("head", config.head_size)
         columns = Size("heads", config.heads * config.head_size)
@@ -54,6 +86,8 @@ class Attention(nn.Module):
 
     def forward(self, x_TH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """Returns [T, H]. The rows of `x_TH` are tokens, sequence by sequence."""
+        rows = len(x_TH)
+        x_TH, positions = self.rows.enter(x_TH, positions, cache)
         q, k, v = (self.q(x_TH), *self.kv(x_TH).chunk(2, -1)) if self.grouped else self.qkv(x_TH).chunk(3, -1)
         if not self.norms_heads:
             q, k = self._normed(q, k)
@@ -68,7 +102,7 @@ class Attention(nn.Module):
             y_BSND = positions.sequence.attend(q, k, v, scoring)
         else:
             y_BSND = cache.attend(q, *cache.append(k, v), scoring)
-        return self.out(y_BSND.flatten(2).flatten(0, 1))
+        return self.rows.leave(self.out(y_BSND.flatten(2).flatten(0, 1)), rows)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))

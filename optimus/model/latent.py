@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from optimus.kernels.rotary import rotary
 from optimus.model.architecture import Latent, ModelConfig
-from optimus.model.attention import AttentionPositions
+from optimus.model.attention import AttentionPositions, AttentionRows
 from optimus.model.cache import LayerCache
-from optimus.model.linear import Linear
+from optimus.model.linear import Linear, Product
 from optimus.model.norms import RMSNorm
 from optimus.model.parameters import Size
 from optimus.model.positions import Table, mscale
@@ -29,7 +29,7 @@ class LatentAttention(nn.Module):
     `all_rows` maps the rotary keys of this rank's rows to the rotary keys of all rows.
     """
 
-    replaceable = ("all_rows",)
+    replaceable = "all_rows", "rows"
 
     def __init__(self, config: ModelConfig, latent: Latent) -> None:
         super().__init__()
@@ -47,6 +47,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(keys, _EPS)
         self.kv_up = Linear(keys, Size("heads", config.heads * (config.head_size + latent.value)))
         self.out = Linear(Size("heads", config.heads * latent.value), residual)
+        self.rows = AttentionRows()
         self.all_rows: Callable[[Tensor], Tensor] = lambda x: x
         scaling, query = config.rope_scaling, config.query_size
         self._widest = max(query, latent.value)  # a sequence's attention needs q, k and v of one head size
@@ -57,6 +58,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_RH: Tensor, positions: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """Returns [R, H]. The rows of `x_RH` are tokens, sequence by sequence."""
+        rows = len(x_RH)
+        x_RH, positions = self.rows.enter(x_RH, positions, cache)
         low, table = self.latent, positions.table
         length, query = len(table[0]), self.plain + low.rotary
         q_TX = self.q(x_RH) if low.queries is None else self.q_up(self.q_norm(self.q_down(x_RH)))
@@ -70,12 +73,13 @@ class LatentAttention(nn.Module):
         if cache is None:
             y_BSND = positions.sequence.attend(q, *self._keys_and_values(c_RX, turned_BS1D))
         else:
-            c_BP1X, turned_BP1D = cache.append(c_RX.view(-1, length, 1, low.keys), turned_BS1D)
+            c_BP1X, turned_BP1D = cache.append(self.all_rows(c_RX).view(-1, length, 1, low.keys), turned_BS1D)
             if cache.one_each and self.kv_up.lora_b is None:
                 y_BSND = self._attend_latent(q, c_BP1X, turned_BP1D, cache)
             else:
-                y_BSND = cache.attend(q, *self._keys_and_values(c_BP1X.flatten(0, 2), turned_BP1D))
-        return self.out(y_BSND[..., : low.value].flatten(2).flatten(0, 1))
+                all_rows = Product(self.kv_up.product.inner)  # which every rank's cache has
+                y_BSND = cache.attend(q, *self._keys_and_values(c_BP1X.flatten(0, 2), turned_BP1D, all_rows))
+        return self.rows.leave(self.out(y_BSND[..., : low.value].flatten(2).flatten(0, 1)), rows)
 
     def _attend_latent(self, q: Tensor, c_BP1X: Tensor, turned_BP1D: Tensor, cache: LayerCache) -> Tensor:
         """Computes attention over the latent vectors, without keys and values per head (DeepSeek-V2, section 2.1.2)."""
@@ -89,8 +93,9 @@ class LatentAttention(nn.Module):
         y_BSNX = cache.attend(shared, torch.cat([c_BP1X, turned_BP1D], -1), c_BP1X)
         return torch.einsum("bsnx,nvx->bsnv", y_BSNX, values)
 
-    def _keys_and_values(self, c: Tensor, turned_BP1D: Tensor) -> tuple[Tensor, Tensor]:
-        kv, each = self.kv_up(c), self.plain + self.latent.value
+    def _keys_and_values(self, c: Tensor, turned_BP1D: Tensor, product: Product | None = None) -> tuple[Tensor, Tensor]:
+        kv = self.kv_up.multiply(product or self.kv_up.product, c, self.kv_up.weight)
+        each = self.plain + self.latent.value
         k, v = kv.view(*turned_BP1D.shape[:2], kv.shape[-1] // each, each).split([self.plain, self.latent.value], -1)
         k = torch.cat([k, turned_BP1D.expand(-1, -1, k.shape[2], -1)], -1)
         return self._widened(k), self._widened(v)

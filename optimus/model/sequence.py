@@ -19,6 +19,12 @@ class SequenceSplit:
 
     def __init__(self, documents: Documents | None = None) -> None:
         self._documents = documents
+        self._parts: dict[tuple[int, int], Self] = {}
+
+    @property
+    def documents(self) -> Documents | None:
+        """The documents of the batch, None if each sequence is one document."""
+        return self._documents
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Returns this device's positions in sequences of `length` tokens: int64 [length / parts], ascending."""
@@ -36,3 +42,11 @@ class SequenceSplit:
     def for_documents(self, documents: Documents) -> Self:
         """Returns the same split with attention within each of `documents`."""
         return type(self)(documents)
+
+    def part(self, number: int, parts: int) -> Self:
+        """Returns the same split for the sequences of part `number` of `parts` equal parts of the batch."""
+        if self._documents is None:
+            return self
+        if (number, parts) not in self._parts:
+            self._parts[number, parts] = self.for_documents(self._documents.part(number, parts))
+        return self._parts[number, parts]

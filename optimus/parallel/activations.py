@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from optimus.config import Architecture
 from optimus.mesh import Mesh
+from optimus.parallel.degrees import TensorDegrees, layer_kinds
 from optimus.parallel.module_bytes import ModuleBytes, ModulePosition, ModuleSetting, block_bytes, end_bytes
 from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
@@ -78,25 +79,30 @@ def activation_parts(
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
     setting = ModuleSetting.canonical(config, mesh, options, context, itemsize, load, teachers, splits)
-    alike = config.alike
+    alike = layer_kinds(config, options.degrees)
     segments = chosen.segments(range(config.layers) if layers is None else layers)
     groups = [(tuple(alike[layer] for layer in same), kinds) for same, kinds in segments]
-    blocks = {group: _blocks(setting, micro_batch, *group) for group in set(groups)}
+    blocks = {group: _blocks(setting, options.degrees, micro_batch, *group) for group in set(groups)}
     parts = [_part([_alone(end_bytes(setting, "embedding" if first else "positions", micro_batch), set())])]
     parts += [blocks[group] for group in groups]
     return parts + ([_part([_alone(end_bytes(setting, "head", micro_batch), set())])] if last else [])
 
 
 @lru_cache(maxsize=4096)
-def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]) -> ActivationPart:
+def _blocks(
+    setting: ModuleSetting, degrees: TensorDegrees, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]
+) -> ActivationPart:
     cached = kinds if setting.options.keep_collectives and setting.mesh.size > 1 else ()
     rows = list[Row]()
     for at, number in enumerate(numbers):
         block, again = dict[ModulePosition, ModuleBytes](), dict[ModulePosition, ModuleBytes]()
+        ranks = degrees.of_layer(number)
+        inside, share = (setting, 1) if ranks is None else (setting.with_tensor(ranks), setting.mesh.tp // ranks)
+        layer, here = setting.model.alike[number], sequences // share
         for experts, others in ((False, {"moe"}), (True, {"norm", "attention", "mlp"})):
-            block |= block_bytes(setting, number, sequences, experts=experts)
+            block |= block_bytes(inside, layer, here, experts=experts)
             if set(cached) - others:
-                again |= block_bytes(setting, number, sequences, experts=experts, again=True)
+                again |= block_bytes(inside, layer, here, experts=experts, again=True)
         for _, row in groupby(sorted(block.items()), lambda at: at[0][0]):
             rows.append([(each._replace(source=(at, *each.source)), again.get(position)) for position, each in row])
     stream, saved_inputs = setting.stream(sequences).nbytes, _Sources()

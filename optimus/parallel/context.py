@@ -46,6 +46,7 @@ class RingSequence(SequenceSplit):
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
+        super().__init__(documents)
         self.parts = group.size
         self._group = group
         self._seen = cache(partial(_seen, group.rank, group.size, documents))
@@ -80,8 +81,9 @@ class UlyssesSequence(SequenceSplit):
     """
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
+        super().__init__(documents)
         self.parts = group.size
-        self._group, self._documents, self._unsharded = group, documents, SequenceSplit(documents)
+        self._group, self._unsharded = group, SequenceSplit(documents)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Returns the positions of this rank's piece.

@@ -10,7 +10,11 @@ from torch import nn
 
 from optimus.comm import Group, Groups
 from optimus.mesh import Layout
+from optimus.mesh.mesh import runs_of_tensor
+from optimus.model.causal import CausalModel
 from optimus.model.parameters import Declaration, Dim, declarations
+from optimus.model.parts import PartNames
+from optimus.parallel.degrees import SAME_DEGREES, TensorDegrees
 
 RULES: dict[Dim, str] = {  # maps a logical dim to the mesh axis that shards the dim
     "vocab": "tp_out",
@@ -24,9 +28,20 @@ RULES: dict[Dim, str] = {  # maps a logical dim to the mesh axis that shards the
 _TENSOR = ("tp_in", "tp_out")
 
 
-def ranks_along(groups: Groups, dim: Dim) -> Group:
-    """Returns the group along the mesh axis of `dim` in `RULES`; this rank alone for another dim."""
-    return groups.along(*([RULES[dim]] if dim in RULES else []))
+def ranks_along(groups: Groups, dim: Dim, degree: int | None = None) -> Group:
+    """Returns the group along the mesh axis of `dim` in `RULES`; this rank alone for another dim.
+
+    `degree` is the number of tensor-parallel ranks of the layer, by default all along `tp_out`.
+    """
+    axis = RULES.get(dim)
+    if axis == "tp_out":
+        return tensor_ranks(groups, degree)
+    return groups.along(*([] if axis is None else [axis]))
+
+
+def tensor_ranks(groups: Groups, degree: int | None = None) -> Group:
+    """Returns the group of `degree` neighbours along `tp_out`, by default of all ranks along `tp_out`."""
+    return groups.along("tp_out" if degree is None else runs_of_tensor(degree)[1])
 
 
 def parameter_layouts(
@@ -36,6 +51,7 @@ def parameter_layouts(
     duplicates: bool = False,
     tied_embeddings: bool = False,
     vocabulary: bool = False,
+    degrees: TensorDegrees = SAME_DEGREES,
 ) -> dict[str, Layout]:
     """Returns the layouts by parameter name, for a model with unsharded parameters.
 
@@ -49,6 +65,7 @@ def parameter_layouts(
     The gradient is also a partial sum if `Declaration.factor_of` has a dim that the axis shards.
 
     `tied_embeddings`: the first and the last stage hold the embedding. `vocabulary`: pipeline ranks shard `vocab`.
+    `degrees`: some blocks, by their place in the model, have fewer tensor-parallel ranks, except for experts.
     """
     differs = {
         "residual": ("tp_out",) if sequence else (),
@@ -56,8 +73,11 @@ def parameter_layouts(
         "inner": ("tp_out",),
     }
     found: dict[str, Layout] = {}
+    names = model.parts if isinstance(model, CausalModel) else PartNames()
     for name, declared in declarations(model):
-        layout = _layout(declared, tuple(model.get_parameter(name).shape), differs[declared.applied_to])
+        block = names.block_of(name)
+        degree = None if block is None else degrees.of_layer(block)
+        layout = _layout(declared, tuple(model.get_parameter(name).shape), differs[declared.applied_to], degree)
         if tied_embeddings and declared.role == "embedding" and "vocab" in declared.dims:
             layout = replace(layout, replicated_axes=(*layout.replicated_axes, "embedding"))
         if "vocab" in declared.dims and vocabulary:
@@ -66,7 +86,7 @@ def parameter_layouts(
     return found
 
 
-def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, ...]) -> Layout:
+def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, ...], degree: int | None) -> Layout:
     splits = tuple((dim, RULES[of]) for dim, of in enumerate(declared.dims) if of in RULES)
     if "experts" in declared.dims:
         return Layout(shape, splits, ("edp",), () if "expert_ffn" in declared.dims else ("etp",))
@@ -75,4 +95,18 @@ def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, .
     summed = tuple(axis for axis in unsharded if axis in differs)
     same = tuple(axis for axis in unsharded if axis not in differs)
     uneven = tuple(dim for dim, of in enumerate(declared.dims) if of == "vocab")  # dims whose shards may differ in size
-    return Layout(shape, splits, ("dp", "cp", *summed), same, uneven)
+    layout = Layout(shape, splits, ("dp", "cp", *summed), same, uneven)
+    return layout if degree is None else _over_runs(layout, *runs_of_tensor(degree))
+
+
+def _over_runs(layout: Layout, runs: str, in_run: str) -> Layout:
+    """Replaces `tp_out` by `in_run`. The ranks along `runs` have the same slices and different sequences."""
+
+    def inside(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(in_run if axis == "tp_out" else axis for axis in axes)
+
+    splits = tuple((dim, in_run if axis == "tp_out" else axis) for dim, axis in layout.sharded_dims)
+    partial_axes = (*inside(layout.partial_axes), runs)
+    return replace(
+        layout, sharded_dims=splits, partial_axes=partial_axes, replicated_axes=inside(layout.replicated_axes)
+    )

@@ -21,6 +21,7 @@ from optimus.model.build import causal_model
 from optimus.model.ensemble import Ensemble
 from optimus.model.moe.statistics import RouterStats
 from optimus.model.units import Unit, in_turn, units_of
+from optimus.parallel.degrees import SAME_DEGREES
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.options import StageOptions
 from optimus.parallel.parallelize import parallelize
@@ -63,7 +64,7 @@ class ModuleSetting(NamedTuple):
         """Returns a setting that equivalent meshes share."""
         experts, tensor = mesh.ep * mesh.etp, mesh.cp * mesh.tp
         mesh = replace(mesh, pp=1, dp=lcm(tensor, experts) // tensor, ranks_per_node=None, pipeline_stride=None)
-        options = replace(options, recomputation=Recomputation())
+        options = replace(options, recomputation=Recomputation(), degrees=SAME_DEGREES)
         return cls(config, mesh, options, context, _DTYPES[itemsize], load, teachers, splits)
 
     @property
@@ -75,6 +76,12 @@ class ModuleSetting(NamedTuple):
             options=options,
             load=1.0,
         )
+
+    def with_tensor(self, ranks: int) -> "ModuleSetting":
+        """Returns the setting of layers with `ranks` tensor-parallel ranks, for their share of the sequences."""
+        mesh = self.mesh
+        mesh = replace(mesh, tp=ranks, dp=lcm(mesh.cp * ranks, mesh.ep * mesh.etp) // (mesh.cp * ranks))
+        return self._replace(mesh=mesh, options=replace(self.options, sequence=ranks > 1))
 
     @property
     def for_experts(self) -> "ModuleSetting":

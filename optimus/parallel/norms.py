@@ -81,7 +81,7 @@ class _SplitLayerNorm(torch.autograd.Function):
         return (g - mean_T1).sub_(n * dot_T1).mul_(r_T1).to(n_TH.dtype), None, None
 
 
-def norms_of(groups: Groups, columns: Dim) -> Norms:
-    """Returns the norms of rows whose columns have the logical dim `columns`."""
-    group = ranks_along(groups, columns)
+def norms_of(groups: Groups, columns: Dim, degree: int | None = None) -> Norms:
+    """Returns the norms of rows whose columns have the logical dim `columns`, in a layer of `degree` ranks."""
+    group = ranks_along(groups, columns, degree)
     return SplitNorms(group) if group.size > 1 else Norms()

@@ -22,13 +22,17 @@ from optimus.comm.functional import (
     all_reduce_async,
     cached,
     copy_to_group,
+    local_rows,
     reduce_scatter_async,
 )
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
+from optimus.mesh.mesh import runs_of_tensor
+from optimus.model.attention import AttentionPositions, AttentionRows
+from optimus.model.cache import LayerCache
 from optimus.model.linear import Product
 from optimus.model.parameters import Dim
-from optimus.parallel.layouts import RULES, ranks_along
+from optimus.parallel.layouts import RULES, ranks_along, tensor_ranks
 from optimus.parallel.options import StageOptions
 
 
@@ -94,13 +98,17 @@ class _SplitProduct(torch.autograd.Function):
         return x_grad.wait(), w_grad, None, None
 
 
-def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Callable[[Dim, Dim], Product]:
-    """Returns a function that maps the dims (outputs, inputs) of a weight to a `Product` with the matmuls of
-    `inner`."""
+def products(
+    groups: Groups, options: StageOptions, inner: MatrixProduct, degree: int | None = None
+) -> Callable[[Dim, Dim], Product]:
+    """Returns a function that maps the dims (outputs, inputs) of a weight to a `Product` with the matmuls of `inner`.
+
+    `degree` is the number of tensor-parallel ranks of the layer, by default all.
+    """
     local = Product(inner)
 
     def product(outputs: Dim, inputs: Dim) -> Product:
-        over = ranks_along(groups, inputs), ranks_along(groups, outputs)
+        over = ranks_along(groups, inputs, degree), ranks_along(groups, outputs, degree)
         if over[0].size * over[1].size == 1:
             return local
         # With sequence parallelism, the residual stream's rows are sharded. A weight with outputs on `tp_out` reads the
@@ -111,9 +119,33 @@ def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Cal
     return product
 
 
-def row_gathering(groups: Groups, options: StageOptions) -> Callable[[Tensor], Tensor]:
+def row_gathering(groups: Groups, options: StageOptions, degree: int | None = None) -> Callable[[Tensor], Tensor]:
     """Returns a function that all-gathers the rows of the residual stream if the rows are sharded.
 
-    Otherwise, the function's backward pass all-reduces the gradient.
+    Otherwise, the function's backward pass all-reduces the gradient. `degree` is as in `products`.
     """
-    return partial(all_gather_rows if options.sequence else copy_to_group, group=groups.along("tp_out"))
+    return partial(all_gather_rows if options.sequence else copy_to_group, group=tensor_ranks(groups, degree))
+
+
+class SequenceRows(AttentionRows):
+    """The rows of the sequences that this rank and its `degree - 1` neighbours along `tp_out` process.
+
+    With sequence parallelism, the ranks of a run of `degree` neighbours have the rows of whole sequences, if the number
+    of sequences is a multiple of the number of runs. Otherwise, as in generation, each run processes all sequences.
+    """
+
+    def __init__(self, groups: Groups, degree: int) -> None:
+        self._everyone, self._run = groups.along("tp_out"), tensor_ranks(groups, degree)
+        self._runs = groups.along(runs_of_tensor(degree)[0])
+
+    def enter(
+        self, x_TH: Tensor, positions: AttentionPositions, cache: LayerCache | None
+    ) -> tuple[Tensor, AttentionPositions]:
+        runs, documents = self._runs, positions.sequence.documents
+        sequences = len(positions.position_T) // len(positions.table[0]) if documents is None else documents.sequences
+        if cache is None and sequences % runs.size == 0:
+            return x_TH, positions.part(runs.rank, runs.size)
+        return local_rows(all_gather_rows(x_TH, self._everyone), self._run), positions
+
+    def leave(self, y_TH: Tensor, rows: int) -> Tensor:
+        return y_TH if len(y_TH) == rows else local_rows(all_gather_rows(y_TH, self._run), self._everyone)

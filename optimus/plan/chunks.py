@@ -15,6 +15,7 @@ from optimus.config.tree import StateConfig, shard_widths
 from optimus.mesh import Layout, Mesh
 from optimus.mesh.strided import StridedGroup, group_along
 from optimus.optim.rule import Rule
+from optimus.parallel.degrees import TensorDegrees, layer_kinds
 from optimus.parallel.layouts import parameter_layouts
 from optimus.plan.blocks import Factors, examples
 from optimus.plan.job import Job, Rules
@@ -113,13 +114,16 @@ class Kinds:
 
 def kinds_of(job: Job) -> Kinds:
     """Returns the kinds of parameters in the job's model."""
-    return _kinds(job.model, job.rules, job.factors, *layout_options(job.config).items())
+    options = layout_options(job.config)
+    return _kinds(job.model, job.rules, job.factors, options.pop("degrees"), *options.items())
 
 
 @lru_cache(maxsize=256)
-def _kinds(model: Architecture, rules: Rules, factors: Factors, *options: tuple[str, bool]) -> Kinds:
+def _kinds(
+    model: Architecture, rules: Rules, factors: Factors, degrees: TensorDegrees, *options: tuple[str, bool]
+) -> Kinds:
     (made, layers), chosen, names = examples(model, factors), dict(options), model.parts
-    layouts, vocabulary = parameter_layouts(made, **chosen), chosen["vocabulary"]
+    vocabulary = chosen["vocabulary"]
     table: Where = "tied" if model.tie_embeddings else "first"
 
     def where(name: str) -> Where:
@@ -131,11 +135,24 @@ def _kinds(model: Architecture, rules: Rules, factors: Factors, *options: tuple[
             return table
         return "first" if names.is_before(name) else "last"
 
+    kinds = sorted(set(layer_kinds(model, degrees)))
+    every = range(len(made.blocks))
+    of_degree = {
+        ranks: parameter_layouts(made, degrees=TensorDegrees(() if ranks is None else ((every, ranks),)), **chosen)
+        for ranks in {None, *map(degrees.of_layer, kinds)}
+    }
+
     def rows() -> Iterator[ParameterKind]:
-        for (name, layout), those in zip(layouts.items(), rules or (_DEFAULT,) * len(layouts), strict=True):
-            ends = accumulate((share for _, share, _ in those), initial=0.0)
-            for (rule, _, unpruned), between in zip(those, pairwise(ends)):
-                yield ParameterKind(where(name), layout, rule, between, unpruned)
+        plain = of_degree[None]
+        named = zip(plain, rules or (_DEFAULT,) * len(plain), strict=True)
+        for at, parameters in groupby(named, lambda named: where(named[0])):
+            together = [*parameters]
+            for kind in [at] if isinstance(at, str) else [kind for kind in kinds if model.alike[kind] == at]:
+                layouts = plain if isinstance(kind, str) else of_degree[degrees.of_layer(kind)]
+                for name, those in together:
+                    ends = accumulate((share for _, share, _ in those), initial=0.0)
+                    for (rule, _, unpruned), between in zip(those, pairwise(ends)):
+                        yield ParameterKind(kind, layouts[name], rule, between, unpruned)
 
     return Kinds(rows())
 

@@ -15,10 +15,10 @@ class CountedCosts(RankCosts):
     """The `RankCosts` of a `ForeignModel`: counted operations give the times of the blocks."""
 
     @cached_property
-    def modules(self) -> Mapping[int, Mapping[str, Times]]:
+    def block_modules(self) -> Mapping[int, Mapping[str, Times]]:
         return {layer: {"block": (self._block(layer), 1)} for layer in sorted(set(self.model.alike))}
 
-    def inside(self, layer: int) -> Mapping[str, Times]:
+    def block_parts(self, layer: int) -> Mapping[str, Times]:
         found: dict[str, list[Terms]] = {}
         for unit in self._operations(layer).units:
             forward = [self._pass(unit.forward), *(self._core(each).forward for each in unit.attended)]

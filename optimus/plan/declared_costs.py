@@ -25,7 +25,7 @@ class DeclaredCosts(RankCosts):
         self._expert_passes = job.profile.passes_experts or job.profile.passes
 
     @cached_property
-    def modules(self) -> Mapping[int, Mapping[str, Times]]:
+    def block_modules(self) -> Mapping[int, Mapping[str, Times]]:
         return {
             layer: {
                 "norm": (self.norm, self.blocks[layer].norms),
@@ -35,7 +35,7 @@ class DeclaredCosts(RankCosts):
             for layer, feed_forward in self.feed_forward.items()
         }
 
-    def inside(self, layer: int) -> Mapping[str, Times]:
+    def block_parts(self, layer: int) -> Mapping[str, Times]:
         return {"scores": (self.scores[layer], 1), "act": (self.activation(layer), 1)}
 
     @property

@@ -17,6 +17,7 @@ from optimus.model import CausalModel
 from optimus.model.parameters import declarations
 from optimus.observe.machine import Bfloat16
 from optimus.optim.rule import Rule
+from optimus.parallel.degrees import TensorDegrees
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.schedules import schedules
 from optimus.plan.blocks import Factors, examples
@@ -99,6 +100,11 @@ class Job:
         return chosen._replace(kinds=tuple(dict.fromkeys((*chosen.kinds, *more))), ranges=tuple(joined))
 
     # ---- Derived values ----
+
+    @property
+    def degrees(self) -> TensorDegrees:
+        """The layers with fewer tensor-parallel ranks."""
+        return TensorDegrees(self.parallel.tensor_ranges)
 
     @property
     def precision(self) -> str:
@@ -201,6 +207,13 @@ class Job:
             for name, value in sections.items()
         }
         return replace(self, config=config.model_copy(update=update), mesh=mesh or self.mesh)
+
+    def with_tensor(self, ranks: int) -> "Job":
+        """Returns the job whose layers with `ranks` tensor-parallel ranks, and no others, equal those of this job."""
+        share = self.mesh.tp // ranks
+        mesh = replace(self.mesh, tp=ranks, dp=self.mesh.dp * share)
+        own: dict[str, Any] = {"layers": [], "sequence": None}
+        return self.changed(mesh, parallel=own, train={"micro_batch": self.train.micro_batch // share})
 
     @property
     def undivided(self) -> "Job":

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from optimus.model.count import count_parameters
 from optimus.parallel.activations import activation_bytes
 from optimus.pipeline.estimates import Live, stages_of_ranks
-from optimus.plan.blocks import examples
-from optimus.plan.chunks import PartCounts, chunk_groups, chunk_plans, held_in, written
+from optimus.plan.chunks import PartCounts, chunk_groups, chunk_plans, held_in, kinds_of, written
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.offloading import Elsewhere, cache_blocks, device_share
@@ -19,7 +18,6 @@ from optimus.resolve.facts import opens_cache
 from optimus.resolve.groups import Communicators, communicators
 from optimus.resolve.memory import fullest_shards, gradients_in_use, parameters_in_use
 from optimus.resolve.offload import largest_block
-from optimus.resolve.parameters import layouts_of
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.shapes import activation_shapes
 from optimus.resolve.stages import live_of
@@ -77,7 +75,7 @@ def ranks_of(job: Job) -> list[Rank]:
 
 def part_counts_of_ranks(job: Job) -> list[tuple[PartCounts, ...]]:
     """Returns the parts of the model in the stages of each rank."""
-    counts = counts_of(job.model, blocks_of_stages(job), numbered=bool(job.parallel.layers))
+    counts = counts_of(job.model, blocks_of_stages(job), job.degrees, numbered=bool(job.parallel.layers))
     owned = stages_of_ranks(job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank)
     return [tuple(counts[number] for number in own) for own in owned]
 
@@ -190,7 +188,7 @@ def communicators_of(job: Job) -> tuple[list[Communicators], float]:
     The bytes are 0 if `host.shared`.
     """
     config, mesh, machine = job.config, job.mesh, job.machine
-    layouts = layouts_of(examples(config.model)[0], config)
+    layouts = {str(number): kind.layout for number, kind in enumerate(kinds_of(job).rows)}
     ranks = communicators(config, mesh, layouts, [mesh.block * stage for stage in range(mesh.pp)])
     kind = machine.communicator
     found = [(theirs, sum(each.number * kind.memory(each.size) for each in theirs)) for theirs in ranks]

@@ -14,7 +14,7 @@ from optimus.plan.candidate_meshes import BlockTiming, Candidate
 from optimus.plan.chunks import PartCounts
 from optimus.plan.costs import costs_of
 from optimus.plan.job import Job
-from optimus.plan.layers import Layerwise, stage_parts
+from optimus.plan.layers import Layerwise, stage_parts, strategies_of
 from optimus.plan.memory import (
     KINDS,
     ActivationSizes,
@@ -57,9 +57,10 @@ class Fitting:
     """Finds jobs that fit in memory, and caches results across candidates."""
 
     def __init__(self, job: Job, *, layers: bool = False) -> None:
-        """Lets the layers of a job recompute different modules if `layers` is True."""
+        """Lets the layers of a job have different strategies if `layers` is True."""
         self._layers = layers
         self._layerwise: dict[tuple[BlockTiming, bool], Layerwise] = {}
+        self._shares: dict[BlockTiming, float] = {}
         self._machine = job.machine
         self._nodes = job.nodes
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
@@ -80,7 +81,17 @@ class Fitting:
         enough = {width for shard, width, _ in ways if shard == "optimizer"}
         ways = [way for way in ways if way.width not in enough or not self._is_slower(way.shard, way.width)]
         jobs = (placed for shard, width, _ in ways for placed in placements(held(job, shard, width)))
-        return min((least_time(placed, work) for placed in jobs), default=math.inf)
+        least = min((least_time(placed, work) for placed in jobs), default=math.inf)
+        return least * self.least_share(candidate)
+
+    def least_share(self, candidate: Candidate) -> float:
+        """Returns a lower bound of the step time with fewer tensor-parallel ranks in some layers, relative to the time
+        without."""
+        if not self._layers:
+            return 1.0
+        if candidate.timing not in self._shares:
+            self._shares[candidate.timing] = self._layerwise_of(candidate).least_share(candidate.timing.work)
+        return self._shares[candidate.timing]
 
     def fastest(self, candidate: Candidate, limit: float) -> Timed | None:
         """Searches shardings, placements and recomputations for the candidate's fastest job that fits in memory.
@@ -96,22 +107,25 @@ class Fitting:
         # By width: the recomputation of the last sharding that fits.
         enough: dict[int | ShardRanks | None, frozenset[str]] = {}
 
-        def in_time(jobs: Iterable[Job]) -> list[Job]:
-            return [placed for placed in jobs if least_time(placed, work) < limit]
+        share = self.least_share(candidate)
+
+        def in_time(jobs: Iterable[Job], share: float = 1.0) -> list[Job]:
+            return [placed for placed in jobs if share * least_time(placed, work) < limit]
 
         for shard, width, free_bytes in self._ways_of(job):
             slower = self._is_slower(shard, width)
             if slower and width in too_slow:
                 continue
-            jobs: Sequence[Job] = in_time(placements(held(job, shard, width)))
-            if not jobs:
+            plain: Sequence[Job] = in_time(placements(held(job, shard, width)), share)
+            jobs = in_time(plain) if share < 1 else plain
+            if not plain:
                 too_slow |= {width} if shard == "optimizer" else set()
                 continue
-            buffers = self._buffers_of(jobs[0])
-            limits, plain = [free - buffers for free in free_bytes], jobs
-            recompute, jobs = self._least(plain, limits, sizes, in_time)
+            buffers = self._buffers_of(plain[0])
+            limits = [free - buffers for free in free_bytes]
+            recompute, jobs = self._least(jobs, limits, sizes, in_time)
             by_layer = []
-            if self._layers and (recompute or not jobs):
+            if self._layers and (recompute or not jobs or share < 1):
                 by_layer = in_time(self._by_layer(candidate, plain, work, limits))
             elif not jobs or (slower and enough.get(width) == recompute):
                 continue
@@ -125,14 +139,22 @@ class Fitting:
     def _by_layer(
         self, candidate: Candidate, jobs: Sequence[Job], work: RankCosts | None, limits: Sequence[float]
     ) -> Iterator[Job]:
-        key = candidate.timing, splits_backward(jobs[0].config)
-        if key not in self._layerwise:
-            self._layerwise[key] = Layerwise(self._sets, stage_parts(jobs[0]))
-        free = dict(zip(dict.fromkeys(part_counts_of_ranks(jobs[0])), limits, strict=True))
+        layerwise = self._layerwise_of(candidate)
+        known = dict(zip(dict.fromkeys(part_counts_of_ranks(jobs[0])), limits, strict=True))
+
+        def free(job: Job, stages: tuple[PartCounts, ...]) -> float:
+            if not job.degrees.ranges:
+                return known[stages]
+            return free_after_state([stages], job)[0] - buffers_of(job)
+
         for job in jobs:
-            placed = self._layerwise[key].fitted(job, work or costs_of(job), free.__getitem__)
-            if placed is not None:
-                yield placed
+            yield from layerwise.fitted(job, work or costs_of(job), free)
+
+    def _layerwise_of(self, candidate: Candidate) -> Layerwise:
+        key = candidate.timing, splits_backward(candidate.job.config)
+        if key not in self._layerwise:
+            self._layerwise[key] = Layerwise(strategies_of(candidate.job, self._sets), stage_parts(candidate.job))
+        return self._layerwise[key]
 
     def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
         """True if, with equal recomputation, sharding only the optimizer's state is at least as fast."""

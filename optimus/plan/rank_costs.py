@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from optimus.comm.algorithms import CollectiveKind
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.muon import STEPS
+from optimus.parallel.degrees import layer_kinds
 from optimus.plan.collectives import collective_seconds, transfer_seconds
 from optimus.plan.job import Job
 
@@ -100,10 +101,10 @@ class RankCosts(ABC):
         return _found(self._known, key, find)
 
     def memo(self, key: Hashable, find: Callable[[], T]) -> T:
-        """Returns `find()`, cached by `key` for all jobs with the same mesh and sharding."""
+        """Returns `find()`, cached by `key` for all jobs with the same mesh, sharding and tensor-parallel ranks by layer."""
         if self._held is None:
             state = self.job.state
-            here = self.job.mesh, state.shard, state.shard_ranks, state.shard_over
+            here = self.job.mesh, self.job.degrees, state.shard, state.shard_ranks, state.shard_over
             self._held = self._shared.setdefault(here, {})
         return _found(self._held, key, find)
 
@@ -128,12 +129,42 @@ class RankCosts(ABC):
     # ---- Modules ----
 
     @property
-    @abstractmethod
     def modules(self) -> Mapping[int, Mapping[str, Times]]:
         """The modules of each distinct block, by the first layer with this block and by the name in `Job.recompute`."""
+        degrees, alike = self.job.degrees, self.model.alike
+        if not degrees.ranges:
+            return self.block_modules
+        return self.cached(
+            ("modules", degrees, self.job.mesh.ep, self.job.mesh.etp),
+            lambda: {
+                kind: self._of_layer(kind).block_modules[alike[kind]]
+                for kind in sorted(set(layer_kinds(self.model, degrees)))
+            },
+        )
 
     def inside(self, layer: int) -> Mapping[str, Times]:
         """Returns parts of a block's modules, by the name in `Job.recompute`. `layer` is a key of `modules`."""
+        return self._of_layer(layer).block_parts(self.model.alike[layer])
+
+    def _of_layer(self, layer: int) -> "RankCosts":
+        """Returns the costs of a job whose layers all have the tensor-parallel ranks of `layer`."""
+        ranks, mesh = self.job.degrees.of_layer(layer), self.job.mesh
+        if ranks is None:
+            return self
+        return self.cached(("degree", ranks, mesh.ep, mesh.etp), lambda: self._with_tensor(ranks))
+
+    def _with_tensor(self, ranks: int) -> "RankCosts":
+        costs = type(self)(self.job.with_tensor(ranks), self._shared)
+        costs.collectives = self.collectives
+        return costs
+
+    @property
+    @abstractmethod
+    def block_modules(self) -> Mapping[int, Mapping[str, Times]]:
+        """`modules` without regard to layers with fewer tensor-parallel ranks."""
+
+    def block_parts(self, layer: int) -> Mapping[str, Times]:
+        """Returns `inside` without regard to layers with fewer tensor-parallel ranks."""
         return {}
 
     @cached_property

@@ -169,7 +169,7 @@ def _row(plan: Plan, wide: bool) -> dict[str, Any]:
     side = f" /{mesh.pipeline_stride}" if mesh.pipeline_stride else ""
     axes = {
         "pipeline": f"{mesh.pp} {parallel.schedule}{stages}{side}" if mesh.pp > 1 else "1",
-        "tensor": _grid(mesh.tp_out, mesh.tp_in),
+        "tensor": _tensor(job),
         "context": mesh.cp,
         "expert": _grid(mesh.ep, mesh.etp),
         "data": mesh.dp,
@@ -189,8 +189,14 @@ def _row(plan: Plan, wide: bool) -> dict[str, Any]:
 
 
 def _recomputation(job: Job) -> str:
-    ranges = (f"{', '.join(each.recompute) or '-'} in {each.layers}" for each in job.parallel.layers)
+    layers = [each for each in job.parallel.layers if each.recompute is not None]
+    ranges = (f"{', '.join(each.recompute or ()) or '-'} in {each.layers}" for each in layers)
     return "; ".join([", ".join(sorted(job.recompute)) or "-", *ranges])
+
+
+def _tensor(job: Job) -> str:
+    ranges = (f"{each.tensor} in {each.layers}" for each in job.parallel.layers if each.tensor is not None)
+    return "; ".join([_grid(job.mesh.tp_out, job.mesh.tp_in), *ranges])
 
 
 def _grid(outer: int, inner: int) -> str:

@@ -29,8 +29,8 @@ _TRIES = 5
 def search(job: Job, best: int = 10, *, layers: bool = False) -> list[Plan]:
     """Returns up to `best` plans, the fastest first, with different divisions of the job's ranks.
 
-    With `layers`, plans may recompute different modules in different layers; the plans without such ranges are
-    searched too, so that none is slower.
+    With `layers`, plans may have layers that recompute other modules, or have fewer tensor-parallel ranks; the plans without
+    such ranges are searched too, so that none is slower.
 
     Without configured offloading, the search offloads state only if no layout fits on the devices alone. Raises
     `UserError` if `Job.checked` does, if no layout divides the batch, or if no layout fits.
@@ -96,7 +96,7 @@ def _search(job: Job, best: int, layers: bool) -> list[Timed]:
     found: dict[tuple[int, ...], Timed] = {}
     fitting = Fitting(job, layers=layers)
     limit = math.inf  # seconds below which a plan is among the best
-    queue = [(candidate.bound, number, False) for number, candidate in enumerate(ways)]
+    queue = [(each.bound * fitting.least_share(each), number, False) for number, each in enumerate(ways)]
     heapify(queue)
     while queue:
         bound, number, refined = heappop(queue)

@@ -15,6 +15,7 @@ from optimus.comm.algorithms import CollectiveKind
 from optimus.config import Architecture
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.rule import Rule
+from optimus.parallel.degrees import SAME_DEGREES, TensorDegrees, layer_kinds
 from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
 from optimus.plan.chunks import ChunkGroup, PartCounts, chunk_groups, max_load, written
 from optimus.plan.collectives import transfer_seconds
@@ -166,23 +167,23 @@ def _passes(work: RankCosts) -> _Passes:
     job, mesh, state, parallel = work.job, work.job.mesh, work.job.state, work.job.parallel
     release = state.reshard_after_forward
     gathers = (mesh, state.shard_ranks, state.shard_over, release) if state.shard == "parameters" else None
-    inside = mesh.ep, mesh.etp, job.recomputation, job.config.recompute_collectives
+    inside = mesh.ep, mesh.etp, job.degrees, job.recomputation, job.config.recompute_collectives
     order = parallel.schedule, mesh.pp, parallel.stages_per_rank, job.microbatches, parallel.vocabulary
     key = inside, gathers, order, tuple(parallel.layers_per_stage or ())
     return work.cached(key, lambda: _all_passes(work, inside))
 
 
 def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
-    job, pp, parallel, experts = work.job, work.job.mesh.pp, work.job.parallel, inside[:2]
+    job, pp, parallel, forms = work.job, work.job.mesh.pp, work.job.parallel, inside[:3]
     sizes = blocks_of_stages(job)
     numbered = bool(parallel.layers)
-    counts = counts_of(job.model, sizes, numbered=numbered)
+    counts = counts_of(job.model, sizes, job.degrees, numbered=numbered)
     vocabulary = parallel.stages_per_rank if parallel.vocabulary else None
-    alike, ranks, owned = _alike(job.model, sizes, parallel.schedule, pp, numbered)
+    alike, ranks, owned = _alike(job.model, sizes, job.degrees, parallel.schedule, pp, numbered)
     stages: dict[int, _Stage] = {}
     for number in dict.fromkeys(alike):
         each = counts[number]
-        stage = work.cached((experts, vocabulary, each), partial(_stage, work, each))
+        stage = work.cached((forms, vocabulary, each), partial(_stage, work, each))
         if job.recomputation:
             again = work.cached((inside, each), partial(_recomputed, work, each))
             stage = stage._replace(again=again)
@@ -201,14 +202,14 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 
 @lru_cache(maxsize=1024)
 def _alike(
-    model: Architecture, sizes: tuple[int, ...], schedule: str, pp: int, numbered: bool
+    model: Architecture, sizes: tuple[int, ...], degrees: TensorDegrees, schedule: str, pp: int, numbered: bool
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], tuple[PartCounts, ...]]]:
     """Groups stages with equal parts of the model; the first such stage represents the group.
 
     Returns three values: the representative of each stage, each rank's tuple of representatives, and the parts of the
     model for each such tuple.
     """
-    first, counts = dict[PartCounts, int](), counts_of(model, sizes, numbered=numbered)
+    first, counts = dict[PartCounts, int](), counts_of(model, sizes, degrees, numbered=numbered)
     alike = tuple(first.setdefault(each, number) for number, each in enumerate(counts))
     ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
     return alike, ranks, {own: tuple(counts[number] for number in own) for own in dict.fromkeys(ranks)}
@@ -256,9 +257,11 @@ def blocks_of_stages(job: Job) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def counts_of(model: Architecture, sizes: tuple[int, ...], *, numbered: bool = False) -> tuple[PartCounts, ...]:
+def counts_of(
+    model: Architecture, sizes: tuple[int, ...], degrees: TensorDegrees = SAME_DEGREES, *, numbered: bool = False
+) -> tuple[PartCounts, ...]:
     """Returns the parts of the model in each stage, for stages of `sizes` blocks, `numbered` for `parallel.layers`."""
-    alike, starts = iter(model.alike), accumulate(sizes, initial=0)
+    alike, starts = iter(layer_kinds(model, degrees)), accumulate(sizes, initial=0)
     stages = []
     for stage, (size, start) in enumerate(zip(sizes, starts)):
         first, last = int(stage == 0), int(stage == len(sizes) - 1)
@@ -412,6 +415,14 @@ def _state_seconds(work: RankCosts, stages: Sequence[PartCounts]) -> _StateSecon
     kinds = (saving.every, profile.state_bytes), (saving.weights_every, weight)
     files = [(steps, written(every, size, scattered=saving.scattered)) for steps, size in kinds if steps is not None]
     return _StateSeconds(microbatch_reduce, reduce, gather, turns, _update(work, held), files)
+
+
+def state_seconds(work: RankCosts, counts: PartCounts) -> float:
+    """Returns the seconds of a step for the collectives of a stage's parameters and gradients, without overlap, and for its
+    update."""
+    moved, m = _state_seconds(work, (counts,)), work.job.microbatches
+    gathered = sum(_gathers(work, counts)) if work.job.state.shard == "parameters" else 0.0
+    return m * (moved.microbatch_reduce + gathered) + moved.reduce + moved.gather + moved.turns + moved.update
 
 
 def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes]) -> tuple[float, float]:

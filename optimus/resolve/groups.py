@@ -9,6 +9,7 @@ from optimus.comm.groups import level_groups
 from optimus.config import RunConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh, RankPartition
+from optimus.mesh.mesh import runs_of_tensor
 from optimus.resolve.rules import tilings
 from optimus.resolve.stages import placement_of
 from optimus.state.plan import shard_partitions
@@ -44,6 +45,7 @@ def shared_groups(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) 
     for tiling in tilings(config.optimizer):
         asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
     asked += dict.fromkeys(layout.partial_axes for layout in layouts.values())
+    asked += [(axis,) for _, ranks in config.parallel.tensor_ranges for axis in runs_of_tensor(ranks)]
     named = {_named(mesh, axes): axes for axes in reversed(asked)}  # axes with the same name have the same groups
     found = [PlannedGroups(name, mesh.groups(named[name])) for name in dict.fromkeys(_named(mesh, a) for a in asked)]
     if spread and config.moe.dispatch == "alltoall":

@@ -26,10 +26,19 @@ def micro_batch(config: RunConfig, mesh: Mesh, previous: Mapping[str, Any]) -> D
     if number is None:
         return Decided()
     found = [max(1, batch // mesh.dp) for batch in batches(config).values()]  # sequences of a step on a rank, by phase
-    options = [size for size in range(1, min(train.micro_batch, *found) + 1) if not any(n % size for n in found)]
+    groups = config.parallel.sharing_groups
+    options = [
+        size for size in range(groups, min(train.micro_batch, *found) + 1, groups) if not any(n % size for n in found)
+    ]
+    if not options:
+        raise UserError(
+            f"parallel.layers: {groups} groups of tensor-parallel ranks share the sequences of a microbatch, but no "
+            f"microbatch of at most train.micro_batch {train.micro_batch} sequences has a multiple of {groups}: change "
+            "train.global_batch, or the tensor of these layers"
+        )
     if number != "auto":
         size, why = (
-            _asked(number, train.micro_batch, sorted(set(found))),
+            _asked(number, train.micro_batch, sorted(set(found)), groups),
             f"parallel.microbatches is {number}",
         )
     elif (before := previous.get("train.micro_batch")) in options:
@@ -71,15 +80,17 @@ def check_batches(config: RunConfig, mesh: Mesh) -> None:
             )
 
 
-def _asked(number: int, most: int, found: list[int]) -> int:
-    """Returns the number of sequences of a microbatch if a step has `number` microbatches."""
+def _asked(number: int, most: int, found: list[int], groups: int) -> int:
+    """Returns the number of sequences of a microbatch, a multiple of `groups`, if a step has `number` microbatches."""
     sequences, *others = found
     if others:
         raise UserError(
             f"parallel.microbatches {number}: the phases have steps of {', '.join(map(str, found))} sequences on each "
             "data-parallel rank, but all microbatches have one size: choose auto, or set train.micro_batch alone"
         )
-    fits = {sequences // size: size for size in range(1, min(most, sequences) + 1) if sequences % size == 0}
+    fits = {
+        sequences // size: size for size in range(groups, min(most, sequences) + 1, groups) if sequences % size == 0
+    }
     if number in fits:
         return fits[number]
     able = ", ".join(map(str, sorted(fits)))

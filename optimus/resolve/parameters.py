@@ -1,6 +1,7 @@
 """Resolves the layouts, the state specification and the pruning targets of a run's parameters."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -8,6 +9,7 @@ from optimus.config import RunConfig
 from optimus.mesh import Layout, Mesh
 from optimus.model import CausalModel
 from optimus.model.build import causal_model
+from optimus.parallel.degrees import TensorDegrees
 from optimus.parallel.layouts import parameter_layouts
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.rules import check_prunable, pruned_by, rules_of, with_factors
@@ -22,13 +24,14 @@ def layouts_of(model: CausalModel, config: RunConfig) -> dict[str, Layout]:
     return parameter_layouts(model, **layout_options(config))
 
 
-def layout_options(config: RunConfig) -> dict[str, bool]:
-    """Returns the options of `parallel.layouts.parameter_layouts` for a run."""
+def layout_options(config: RunConfig) -> dict[str, Any]:
+    """Returns the options of `parallel.layouts.parameter_layouts` for a model with all blocks of a run."""
     return {
         "sequence": config.parallel.splits_sequence,
         "duplicates": not config.moe.drop_duplicates,
         "tied_embeddings": tied_embeddings(config),
         "vocabulary": config.parallel.vocabulary,
+        "degrees": TensorDegrees(config.parallel.tensor_ranges),
     }
 
 

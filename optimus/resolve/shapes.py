@@ -5,6 +5,7 @@ from typing import Any
 from optimus.config import Architecture, RunConfig
 from optimus.mesh import Mesh
 from optimus.optim.losses import token_loss
+from optimus.parallel.degrees import TensorDegrees
 from optimus.parallel.options import StageOptions
 from optimus.parallel.recompute import Recomputation
 from optimus.resolve.precision import DTYPES
@@ -17,6 +18,7 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
     return StageOptions(
         force_balanced=config.moe.force_balanced,
         sequence=config.parallel.splits_sequence,
+        degrees=TensorDegrees(config.parallel.tensor_ranges),
         overlap=config.parallel.overlap,
         vocabulary=config.parallel.vocabulary,
         context_method=config.parallel.context_method,
@@ -30,7 +32,7 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
 
 def recomputation_of(config: RunConfig) -> Recomputation:
     """Returns the recomputation of activations in each layer; none by `recompute: auto`."""
-    ranges = tuple((each.range, tuple(each.recompute)) for each in config.parallel.layers)
+    ranges = tuple((each.range, tuple(each.recompute)) for each in config.parallel.layers if each.recompute is not None)
     kinds = tuple(kind for kind in config.recompute if kind != "auto")
     return Recomputation(kinds, config.recompute_every, ranges)
 

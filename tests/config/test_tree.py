@@ -148,13 +148,43 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         ),
         (
             DENSE,
+            {"parallel": {"layers": [{"layers": "0"}]}},
+            r"layers 0: set recompute, tensor or both, or remove the range",
+        ),
+        (
+            DENSE,
+            {"parallel": {"tensor": 2, "layers": [{"layers": "0", "tensor": 0}]}},
+            r"'parallel\.layers\.0\.tensor' is 0",
+        ),
+        (
+            DENSE,
+            {"parallel": {"tensor": 4, "layers": [{"layers": "0", "tensor": 3}]}},
+            r"parallel\.layers\.0\.tensor 3 does not divide parallel\.tensor 4: choose a divisor",
+        ),
+        (
+            DENSE,
+            {"parallel": {"tensor": [2, 2], "layers": [{"layers": "0", "tensor": 1}]}},
+            r"parallel\.layers\.0\.tensor 1: parallel\.tensor \[2, 2\] also shards the columns between layers",
+        ),
+        (
+            DENSE,
+            {"parallel": {"tensor": 2, "sequence": False, "layers": [{"layers": "0", "tensor": 1}]}},
+            r"parallel\.layers\.0\.tensor 1 needs sequence parallelism: set parallel\.sequence to true",
+        ),
+        (
+            DENSE,
+            {"parallel": {"tensor": 2, "layers": [{"layers": "0", "tensor": 1}]}, "train": TRAIN | {"micro_batch": 1}},
+            r"divides the sequences of a microbatch among 2 groups of tensor-parallel ranks, but train\.micro_batch is 1",
+        ),
+        (
+            DENSE,
             {"parallel": {"layers": [{"layers": "0", "recompute": ["block", "norm"]}]}},
             r"parallel\.layers\.0\.recompute: block includes all modules: remove the others",
         ),
         (
             DENSE,
             {"recompute": "auto", "parallel": {"layers": [{"layers": "0", "recompute": ["norm"]}]}},
-            r"recompute: auto chooses for all layers: remove parallel\.layers, or set recompute",
+            r"recompute: auto chooses for all layers: remove the recompute of parallel\.layers",
         ),
         (
             DENSE,

@@ -6,7 +6,8 @@ import pytest
 
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
-from optimus.mesh.mesh import DENSE, EXPERT
+from optimus.mesh.mesh import DENSE, EXPERT, runs_of_tensor
+from optimus.mesh.strided import group_along
 
 MESHES = [
     Mesh(),
@@ -43,6 +44,28 @@ def test_groups_differ_on_their_axes_only(mesh: Mesh, axes: tuple[str, ...]) -> 
             assert len({mesh.coordinate(rank, axis) for rank in group}) == 1
         assert all(mesh.group(rank, axes) == group for rank in group)
         assert group == sorted(group)
+
+
+def test_axes_of_runs_replace_tensor_parallelism() -> None:
+    """Runs of neighbours along `tp_out` have the coordinates, groups and strides of an axis of the mesh."""
+    for mesh in (Mesh(dp=2, tp=4), Mesh(pp=2, dp=2, cp=2, tp=8, tp_in=2), Mesh(pp=2, dp=2, tp=6, pipeline_stride=6)):
+        for ranks in (n for n in range(1, mesh.tp_out + 1) if mesh.tp_out % n == 0):
+            runs, in_run = runs_of_tensor(ranks)
+            for rank in range(mesh.size):
+                along = mesh.coordinate(rank, "tp_out")
+                assert (mesh.coordinate(rank, runs), mesh.coordinate(rank, in_run)) == divmod(along, ranks)
+                assert mesh.group(rank, (runs, in_run)) == mesh.group(rank, ("tp_out",))
+            for axes in ((runs,), (in_run,), ("dp", "cp", runs), ("cp", "tp_in", in_run)):
+                table = list(mesh.groups(axes))
+                assert sorted(itertools.chain(*table)) == list(range(mesh.size))
+                assert all(mesh.group(rank, axes) == group for group in table for rank in group)
+                found = group_along(mesh, axes)
+                assert found.size == mesh.axis_size(*axes)
+                near = found.near or found.size
+                first = [found.stride * (i % near) + found.far * (i // near) for i in range(found.size)]
+                assert first == table[0] or axes == ("dp", "cp", runs)  # three strides are approximated by two
+    with pytest.raises(ValueError, match="no view of the mesh has all of the axes tp_out/2, tp_out:4"):
+        Mesh(tp=8).groups(("tp_out/2", "tp_out:4"))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

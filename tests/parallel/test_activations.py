@@ -308,6 +308,8 @@ ON_RANKS: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
     (EXPERTS, 2, {"parallel": {"expert": 2}, "moe": {**UNIFORM, "dispatch": "allgather"}}),
     (ONE_EACH, 4, {"parallel": {"expert": 4}, "moe": UNIFORM}),
     (ONE_EACH, 4, {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2}, "moe": UNIFORM}),
+    (DENSE, 4, {"parallel": {"tensor": 4, "layers": [{"layers": "0", "tensor": 1}, {"layers": "1", "tensor": 2}]}}),
+    (EXPERTS, 2, {"parallel": {"tensor": 2, "layers": [{"layers": "0", "tensor": 1}]}}),
 ]
 
 

@@ -4,25 +4,31 @@ Legend: T rows, L inputs and N outputs of a weight.
 """
 
 import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Group, Groups
+from optimus.comm import Group, Groups, PlannedGroups
 from optimus.comm.functional import local_rows
+from optimus.comm.groups import groups_of_mesh
 from optimus.config import ModelConfig
 from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
 from optimus.kernels.linear import MatrixProduct
-from optimus.mesh import Mesh
+from optimus.mesh import Layout, Mesh
+from optimus.mesh.mesh import runs_of_tensor
 from optimus.model import Transformer
+from optimus.model.architecture import Latent
+from optimus.model.cache import KVCache
 from optimus.model.init import initialize
 from optimus.model.linear import Linear, Product
 from optimus.model.norms import Norms
 from optimus.model.parameters import Size
 from optimus.model.units import replace_all
 from optimus.model.vocabulary import Vocabulary
+from optimus.parallel.degrees import TensorDegrees
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.options import StageOptions
 from optimus.parallel.parallelize import parallelize
@@ -147,9 +153,8 @@ MODELS = {
 TOKENS = torch.randint(50, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
-def keep_own(model: Transformer, sequence: bool, groups: Groups) -> None:
+def keep_own(model: Transformer, layouts: Mapping[str, Layout], groups: Groups) -> None:
     """Replaces the parameters with this rank's parts; tied parameters stay tied."""
-    layouts = parameter_layouts(model, sequence=sequence)
     parts = {
         parameter: nn.Parameter(parameter.detach()[layouts[name].region(groups.mesh, groups.rank)].clone())
         for name, parameter in model.named_parameters()
@@ -159,11 +164,11 @@ def keep_own(model: Transformer, sequence: bool, groups: Groups) -> None:
             setattr(module, leaf, parts[parameter])
 
 
-def trained(model: Transformer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def trained(model: Transformer, tokens_BS: Tensor = TOKENS) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Returns the logits of sequences of an odd length, the loss and the gradients."""
     with torch.no_grad():
-        logits_BSV = model(TOKENS[:, :-3])
-    loss = model.losses(TOKENS).cross_entropy
+        logits_BSV = model(tokens_BS[:, :-3])
+    loss = model.losses(tokens_BS).cross_entropy
     loss.backward()
     return logits_BSV, loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -173,7 +178,7 @@ def model_on_a_grid(name: str, grid: tuple[int, int], sequence: bool) -> tuple[T
     model = parallelize(Transformer(MODELS[name]), groups, StageOptions(sequence=sequence))
     initialize(model, 0, 0.2)
     layouts = parameter_layouts(model, sequence=sequence)
-    keep_own(model, sequence, groups)
+    keep_own(model, parameter_layouts(model, sequence=sequence), groups)
     logits_BSV, loss, gradients = trained(model)
     for key, gradient in gradients.items():
         groups.along(*layouts[key].partial_axes).all_reduce(gradient)
@@ -196,6 +201,64 @@ def test_a_model_is_the_one_of_one_device(name: str, grid: tuple[int, int], sequ
         assert found[2].keys() == gradients.keys()
         for key, gradient in found[2].items():
             assert error(gradient, gradients[key][layouts[key].region(mesh, rank)]) < 1e-5, (rank, key)
+
+
+# ---- Layers of fewer ranks ----
+
+DEGREES = TensorDegrees(((range(1), 1), (range(1, 2), 2)))
+LAYERED = {
+    "dense": _DENSE.model_copy(update={"layers": 3, "qk_norm": "whole"}),
+    "sparse": _DENSE.model_copy(update={"layers": 3} | _SPARSE),
+    "latent": _DENSE.model_copy(
+        update={"family": "deepseek_v3", "layers": 3, "latent": Latent(keys=8, value=4, rotary=2, queries=12)}
+    ),
+}
+
+
+def generated(model: Transformer, tokens_BS: Tensor) -> Tensor:
+    """Returns the logits of all positions: of four at once, then of one after the other, with a cache."""
+    cache = KVCache(len(model.blocks))
+    with torch.no_grad():
+        parts = [model(part_BS, cache) for part_BS in (tokens_BS[:, :4], *tokens_BS[:, 4:].split(1, 1))]
+    return torch.cat(parts, 1)
+
+
+def model_of_degrees(name: str, tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    mesh = Mesh(tp=4)
+    more = [PlannedGroups(axis, mesh.groups((axis,))) for _, ranks in DEGREES.ranges for axis in runs_of_tensor(ranks)]
+    groups = Groups(mesh, planned=[*groups_of_mesh(mesh), *more])
+    model = parallelize(Transformer(LAYERED[name]), groups, StageOptions(sequence=True, degrees=DEGREES))
+    initialize(model, 0, 0.2)
+    layouts = parameter_layouts(model, sequence=True, degrees=DEGREES)
+    keep_own(model, layouts, groups)
+    answer_BSV = generated(model, tokens_BS[:, :9])
+    logits_BSV, loss, gradients = trained(model, tokens_BS)
+    for key, gradient in gradients.items():
+        groups.along(*layouts[key].partial_axes).all_reduce(gradient)
+    return answer_BSV, logits_BSV, loss, gradients
+
+
+@pytest.mark.parametrize("sequences", [4, 3], ids=["shared", "repeated"])
+@pytest.mark.parametrize("name", LAYERED)
+def test_layers_of_fewer_ranks_are_those_of_one_device(name: str, sequences: int) -> None:
+    """One layer has no tensor parallelism, one has runs of two ranks, one has all four; also in generation.
+
+    If the ranks cannot share the sequences, all process all of them.
+    """
+    tokens_BS = torch.randint(50, (sequences, 24), generator=torch.Generator().manual_seed(1))
+    model = Transformer(LAYERED[name])
+    initialize(model, 0, 0.2)
+    answer_BSV = generated(model, tokens_BS[:, :9])
+    logits_BSV, loss, gradients = trained(model, tokens_BS)
+    layouts, mesh = parameter_layouts(model, sequence=True, degrees=DEGREES), Mesh(tp=4)
+    for rank, found in enumerate(run_ranks(model_of_degrees, 4, name, tokens_BS)):
+        for ours, theirs in zip(found, (answer_BSV, logits_BSV, loss)):
+            assert error(ours, theirs) < 1e-5
+        assert found[3].keys() == gradients.keys()
+        for key, gradient in found[3].items():
+            assert error(gradient, gradients[key][layouts[key].region(mesh, rank)]) < 1e-5, (rank, key)
+    out = [f"blocks.{layer}.attention.out.weight" for layer in range(3)]  # sharded by its inputs
+    assert [gradients[name].shape[1] // found[3][name].shape[1] for name in out] == [1, 2, 4]
 
 
 def test_one_rank_has_local_products() -> None:
@@ -288,7 +351,7 @@ def rounded_model(ranks: int, sequence: bool) -> tuple[Tensor, dict[str, int]]:
     product = products(groups, options, rounded)
     replace_all(model, {"product": lambda projection: product(*projection.dims)})
     initialize(model, 0, 0.2)
-    keep_own(model, sequence, groups)
+    keep_own(model, parameter_layouts(model, sequence=sequence), groups)
     return trained(model)[1], rounded.calls
 
 

@@ -36,9 +36,29 @@ LAYOUTS = {
     "v": ["parallel.pipeline=2", "parallel.schedule=zbv", "parallel.stages_per_rank=2"],
     "stride": ["parallel.pipeline=2", "parallel.pipeline_stride=4"],
     "vocabulary": ["parallel.pipeline=2", "parallel.vocabulary=true"],
+    "layers": [
+        "parallel.tensor=4",
+        "model.heads=4",
+        "train.micro_batch=4",
+        "parallel.layers=[{layers: 1-2, tensor: 1}, {layers: 0, tensor: 2}]",
+    ],
+    "layers-pipeline": [
+        "parallel.tensor=2",
+        "train.micro_batch=2",
+        "parallel.pipeline=2",
+        "parallel.layers=[{layers: 1, tensor: 1}]",
+    ],
     "expert": ["parallel.expert=4"],
     "expert-grid": ["parallel.tensor=[2, 2]", "parallel.expert=4"],  # replicas of norms are unevenly spaced
     "expert-tensor": ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"],
+    "expert-layers": [
+        "parallel.tensor=4",
+        "model.heads=4",
+        "train.micro_batch=4",
+        "parallel.expert=2",
+        "parallel.expert_tensor=2",
+        "parallel.layers=[{layers: 1, tensor: 2}, {layers: 2-3, tensor: 1}]",
+    ],
 }
 STATES = {
     "none": [],

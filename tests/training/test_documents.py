@@ -104,6 +104,8 @@ def trained(
         ("tied dense", LEARNED, 2, ["parallel.pipeline=2", "parallel.vocabulary=true"]),
         ("dense", CAPPED, 2, ["parallel.context=2", "recompute=[norm,attention]"]),
         ("moe", LATENT, 2, ["parallel.context=2"]),
+        ("dense", WINDOWED, 4, ["parallel.tensor=2", "parallel.context=2", "parallel.layers=[{layers: 0, tensor: 1}]"]),
+        ("moe", LATENT, 2, ["parallel.tensor=2", "parallel.layers=[{layers: 1, tensor: 1}]"]),
         ("moe", SINKS, 2, ["parallel.context=2", "recompute=[norm,attention]"]),
         ("moe", SINKS, 2, ["parallel.context=2", "parallel.context_method=ulysses"]),
         ("dense", WINDOWED, 4, ["parallel.pipeline=2", "parallel.context=2"]),

@@ -6,6 +6,7 @@ backward passes. The draws of `SWEEP` are tested in turns.
 """
 
 import itertools
+import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -91,6 +92,30 @@ PAIRS: list[tuple[str, ...]] = [
             "parallel.tensor=",
             "parallel.pipeline=4",
             "pruning.at=",
+        ),
+    ),
+    *itertools.product(
+        ("tensor: ",),  # of a range of layers
+        (
+            "parallel.tensor=4",
+            "parallel.context=2",
+            "parallel.expert=2",
+            "parallel.expert_tensor=2",
+            "parallel.pipeline=2",
+            "parallel.vocabulary=true",
+            "parallel.microbatches=auto",
+            "parallel.schedule=z",
+            "parallel.executor=message-driven",
+            "state.shard=optimizer",
+            "state.shard=gradients",
+            "state.shard=parameters",
+            "state.shard_over=data",
+            "state.offload=all",
+            "recompute=[",
+            "recompute: [block]",
+            "optimizer.name=muon",
+            "pruning.at=",
+            "train.precision=float16",
         ),
     ),
     ("parallel.schedule=interleaved-1f1b", "parallel.pipeline=4"),
@@ -198,7 +223,7 @@ def factors(model: str, layout: Layout) -> dict[str, str]:
     said = dict(override.split("=", 1) for override in layout.overrides)
     outputs, _, inputs = said.get("parallel.tensor", "1").strip("[]").partition(",")
     recomputed = said.get("recompute", "nothing")
-    _, ranges, of_range = said.get("parallel.layers", "").partition("recompute: ")
+    of_range = re.search(r"recompute: \[(.*?)\]", said.get("parallel.layers", ""))
     return {option: said[option] for option in PAIRED if option in said} | {
         "model": model,
         "pruning.at": said.get("pruning.at", "never"),
@@ -211,7 +236,7 @@ def factors(model: str, layout: Layout) -> dict[str, str]:
             for option in ("parallel.context", "parallel.expert", "parallel.expert_tensor", "recompute_every")
         },
         "nested": str(any(option.startswith("state.shard_ranks.") for option in said)),
-        "ranges": ranges and ("block" if "block" in of_range else str(of_range != "[]}]")),
+        "ranges": "" if of_range is None else "block" if of_range[1] == "block" else str(bool(of_range[1])),
         **{kind: str(kind in recomputed) for kind in ("nothing", "block", "norm", "attention", "m")},  # "m": moe or mlp
     }
 
@@ -411,7 +436,7 @@ def test_the_cases_meet_everything() -> None:
     assert VALUES - {override for _, layout in drawings for override in layout.overrides} == set()
     assert {model for model, _ in drawings} == set(MODELS)
     assert {layout.ranks for _, layout in drawings} == {1, 2, 3, 4, 6, 8}
-    assert sum(cost(*drawing) for drawing in drawings) <= 5450  # a quarter of which is in each run
+    assert sum(cost(*drawing) for drawing in drawings) <= 5600  # a quarter of which is in each run
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)

@@ -105,6 +105,8 @@ def drawn(number: int) -> tuple[str, Layout]:
     _draw_chunks(draw)
     draw_alike(draw)
     draw_layers(draw, layers, *combinations_of("norm", "attention", "moe" if "experts" in shape else "mlp"))
+    if inputs == 1:
+        _draw_degree(draw, outputs, layers)
     return model, Layout(ranks, draw.overrides, per_node)
 
 
@@ -342,6 +344,24 @@ def draw_layers(draw: Draw, layers: int, *modules: list[str]) -> None:
     if kinds is not None:
         first, last = sorted(draw.of(*range(layers)) for _ in range(2))
         draw.overrides.append(f"parallel.layers=[{{layers: {first}-{last}, recompute: [{', '.join(kinds)}]}}]")
+
+
+def _draw_degree(draw: Draw, tensor: int, layers: int) -> None:
+    """Draws fewer tensor-parallel ranks for the range of `draw_layers`, or for another range."""
+    said = dict(override.split("=", 1) for override in draw.overrides)
+    microbatches = said.get("parallel.microbatches", "1").replace("auto", "1")
+    batch = int(said["train.micro_batch"]) // int(microbatches)
+    fewer = [n for n in range(1, tensor) if tensor % n == 0 == batch % (tensor // n)]
+    if not fewer or said.get("parallel.sequence") == "false":
+        return
+    degree, (first, last) = draw.of(None, None, *fewer), sorted(draw.of(*range(layers)) for _ in range(2))
+    if degree is None:
+        return
+    if "parallel.layers" in said:
+        draw.overrides.remove(before := f"parallel.layers={said['parallel.layers']}")
+        draw.overrides.append(before.replace("}]", f", tensor: {degree}}}]"))
+    else:
+        draw.overrides.append(f"parallel.layers=[{{layers: {first}-{last}, tensor: {degree}}}]")
 
 
 def draw_blocks(draw: Draw, ranks: int, together: int) -> None:
