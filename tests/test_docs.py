@@ -348,19 +348,6 @@ def test_no_page_is_left_out() -> None:
     assert not [(page.name, step.line) for page in pages for step in steps(page)]
 
 
-def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(
-        words, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "WARNING" not in done.stderr, done.stderr
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    assert pages < {path.parent.name for path in (tmp_path / "site").rglob("index.html")}
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert all(f"{page}.md" in navigation for page in pages)
-
-
 @pytest.mark.parametrize("name", ["README", "CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT", "CHANGELOG"])
 def test_links_of_pages_beside_the_site(name: str) -> None:
     """Links of pages outside `docs/` work; mkdocs only checks the links inside."""
