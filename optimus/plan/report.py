@@ -80,7 +80,7 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Whether all plans fit, which is not certain of a configured layout."""
+        """Returns True if all plans fit, which is not certain of a configured layout."""
         return all(map(_fits, self.plans))
 
     def as_json(self) -> dict[str, Any]:
