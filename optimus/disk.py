@@ -28,8 +28,8 @@ def user_path(path: str | Path) -> Path:
     """
     if is_url(path):
         raise UserError(
-            f"{url_text(path)} is a URL, but this must be a file or folder of this machine: name a local path (a run copies its "
-            "checkpoints to a URL with checkpoint.copy_to)"
+            f"{url_text(path)} is a URL, but this must be a file or folder of this machine: name a local path (a run copies "
+            "its checkpoints to a URL with checkpoint.copy_to)"
         )
     text = os.path.expandvars(os.path.expanduser(path))
     names = [variable[0].strip("${}") for variable in _VARIABLE.finditer(str(path))]
