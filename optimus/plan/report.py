@@ -80,8 +80,8 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Returns True if all plans fit, which is not certain of a configured layout."""
-        return all(map(_fits, self.plans))
+        """Returns True if a plan fits, which is not certain of a configured layout."""
+        return any(map(_fits, self.plans))
 
     def as_json(self) -> dict[str, Any]:
         """Returns the plans, the machine and, for a scaling study, its points as data for JSON."""

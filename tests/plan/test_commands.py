@@ -201,6 +201,11 @@ def test_a_dry_run_is_of_one_rank_and_a_layout_that_does_not_fit_says_so(plan: C
     said = plan(*words, "--scale", "4,8", text=True, code=1)
     assert re.findall(r"On (\d+) ranks: does not\s+fit: its fullest rank takes", said) == ["4", "8"]
     assert "does not" not in plan("--as-is", "--scale", "4,8", text=True)
+    sharded = ["--as-is", "state.shard=optimizer", "--scale", "4,32"]
+    fewer, more = (each["memory_bytes"]["total"] for each in plan(*sharded)["plans"])
+    assert more < fewer
+    said = plan(*sharded, "--what-if", f"memory={1.02 * fewer}", text=True)  # on 32 ranks it fits
+    assert re.findall(r"On (\d+) ranks: does not\s+fit", said) == ["4"]
 
 
 def test_a_layout_whose_state_is_not_on_the_device_says_so(plan: Callable[..., Any]) -> None:
