@@ -299,15 +299,20 @@ def _signature(name: str, value: Any) -> str:
         del made.args.args[0]  # self
         return f"class {name}({ast.unparse(made.args)})"
     assert isinstance(node, ast.FunctionDef)
-    for argument in (*node.args.args, *node.args.kwonlyargs):
-        if isinstance(argument.annotation, ast.Constant):  # the type is imported for its name only
-            argument.annotation = ast.parse(str(argument.annotation.value), mode="eval").body
     assert node.returns is not None
+    for argument in (*node.args.args, *node.args.kwonlyargs):
+        argument.annotation = argument.annotation and _unquoted(argument.annotation)
+    node.returns = _unquoted(node.returns)
     line = f"{name}({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}"
     if len(line) <= 100:
         return line
     arguments = "".join(f"    {each},\n" for each in _arguments(node.args))
     return f"{name}(\n{arguments}) -> {ast.unparse(node.returns)}"
+
+
+def _unquoted(annotation: ast.expr) -> ast.expr:
+    """Returns a type that the source writes in quotes, because it is imported for its name only, without them."""
+    return ast.parse(str(annotation.value), mode="eval").body if isinstance(annotation, ast.Constant) else annotation
 
 
 def _arguments(arguments: ast.arguments) -> Iterator[str]:
@@ -318,6 +323,8 @@ def _arguments(arguments: ast.arguments) -> Iterator[str]:
         yield "*"
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
         yield _argument(argument, default)
+    if arguments.kwarg:
+        yield f"**{ast.unparse(arguments.kwarg)}"
 
 
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:

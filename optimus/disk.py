@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from optimus.copies import is_url
+from optimus.copies import is_url, url_text
 from optimus.errors import UserError, how_to_install
 
 _LONGEST, _LONGEST_PATH = 255, 4095  # bytes that Linux allows in a file name, and in a path
@@ -28,8 +28,8 @@ def user_path(path: str | Path) -> Path:
     """
     if is_url(path):
         raise UserError(
-            f"{path} is a URL, but this must be a file or folder of this machine: name a local path (a run copies its "
-            "checkpoints to a URL with checkpoint.copy_to)"
+            f"{url_text(path)} is a URL, but this must be a file or folder of this machine: name a local path (a run copies "
+            "its checkpoints to a URL with checkpoint.copy_to)"
         )
     text = os.path.expandvars(os.path.expanduser(path))
     names = [variable[0].strip("${}") for variable in _VARIABLE.finditer(str(path))]

@@ -150,7 +150,7 @@ def declared(section: str) -> set[str]:
 
 def test_what_is_imported_is_installed() -> None:
     """Every imported package is a dependency; a package of an extra is imported by that extra's files only."""
-    required = {"triton", "pydantic_core"}  # by torch and pydantic
+    required = {"triton", "pydantic_core", "typing_extensions"}  # by torch and pydantic
     installed = declared("dependencies") | {"optimus", *required, *sys.stdlib_module_names}
     extras = {
         "evaluation/signals.py": "plot", "pipeline/draw.py": "plot", "plan/scaling.py": "plot",

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).parents[1]
 DOCKER = (ROOT / "containers" / "Dockerfile").read_text(encoding="utf-8")
@@ -14,6 +13,7 @@ APPTAINER = (ROOT / "containers" / "optimus.def").read_text(encoding="utf-8")
 
 
 def test_extras_and_versions_are_those_of_the_package() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python has it from 3.11 on")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (torch,) = [each for each in project["dependencies"] if each.startswith("torch")]
     for text in (DOCKER, APPTAINER):

@@ -5,7 +5,10 @@ reader has. Training on several ranks is checked (`--check`) but not started, un
 options are read for commands in NOT_RUN. Numbers may differ from those shown, words may not.
 """
 
+import ast
+import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -14,12 +17,14 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
+import torch
 import typer
 import yaml
 from pydantic import BaseModel
@@ -343,19 +348,6 @@ def test_no_page_is_left_out() -> None:
     assert not [(page.name, step.line) for page in pages for step in steps(page)]
 
 
-def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(
-        words, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "WARNING" not in done.stderr, done.stderr
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    assert pages < {path.parent.name for path in (tmp_path / "site").rglob("index.html")}
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert all(f"{page}.md" in navigation for page in pages)
-
-
 @pytest.mark.parametrize("name", ["README", "CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT", "CHANGELOG"])
 def test_links_of_pages_beside_the_site(name: str) -> None:
     """Links of pages outside `docs/` work; mkdocs only checks the links inside."""
@@ -485,14 +477,116 @@ def test_everything_public_is_in_the_reference_of_python() -> None:
         assert f"## `optimus.api.{name}`\n" in text
 
 
-def test_everything_in_the_reference_of_python_has_an_example() -> None:
+def test_signatures_in_the_reference_of_python_have_every_parameter() -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
-    assert len(sections) == len({*optimus.__all__, *api.__all__})
-    for section in sections:
+    shown = dict(re.findall(r"^## `([\w.]+)`\n\n```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    for path, signature in shown.items():
+        name = path.rpartition(".")[2]
+        value = getattr(api, name)
+        main = getattr(value, name) if inspect.ismodule(value) else value
+        if not inspect.isclass(main):
+            for parameter in inspect.signature(main).parameters.values():
+                assert re.search(rf"[(,*\s]{parameter.name}: ", signature), f"{path} does not show {parameter}"
+                assert parameter.kind != parameter.VAR_KEYWORD or f"**{parameter.name}" in signature
+        assert "'RunConfig'" not in signature  # without quotes of the source
+
+
+SMALLER_EXAMPLES = {  # replacements in the examples of docs/python.md, for a small run and small data
+    "best=3": "best=1",
+    "last=5": "last=2",
+    "max_tokens=40": "max_tokens=4",
+    '"class A"]': '"class A"], max_tokens=4',
+    '"Once upon a time")': '"Once upon a time", max_tokens=4)',
+    '"data", train_tokenizer=4096, context=256': '"prepared", train_tokenizer=400, context=32',
+    '{"path": "data"}': '{"path": "prepared"}',
+    '"sequence_length": 256': '"sequence_length": 32',
+    "train.steps=500": "train.steps=2",
+    '"steps": 300': '"steps": 2',
+}
+# One goes back to an earlier step, two train where the others read: after all others, in this order.
+LAST_EXAMPLES = ["optimus.api.rollback", "optimus.train", "optimus"]
+CONVERTER = """
+import sys
+
+class TextModel:
+    def get_vocab_base_pre(self, tokenizer):
+        return "olmo"
+
+def main():
+    open(sys.argv[sys.argv.index("--outfile") + 1], "w").write(TextModel().get_vocab_base_pre(None))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def examples_of_python() -> dict[str, str]:
+    """Returns the example of each name on docs/python.md, and that of the package's docstring."""
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    examples = {}
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         name, blocks = section.partition("\n")[0], re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
         assert len(blocks) == 2, f"{name} has no example in its docstring"
-        compile(blocks[1], name, "exec")
+        examples[name.strip("`")] = blocks[1]
+    assert len(examples) == len({*optimus.__all__, *api.__all__})
+    return examples | {"optimus": inspect.cleandoc((optimus.__doc__ or "").partition("Example:\n")[2])}
+
+
+def in_a_readers_folder(trained: Path, folder: Path) -> None:
+    """Writes everything that the examples name: a run and copies, texts, tasks, a published model, a converter."""
+    shutil.copytree(trained, folder, dirs_exist_ok=True)
+    for name in ("runs/a", "runs/b", "runs/web", "runs/math", "demo/run"):
+        shutil.copytree(trained / "runs" / "first", folder / name)
+    for name in ("texts", "held-out"):
+        shutil.copytree(trained / "text", folder / name)
+    files = {
+        "chats.jsonl": json.dumps(
+            {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]}
+        ),
+        "tasks/datasets/sciq.test.jsonl": json.dumps(
+            {"question": "Which?", "support": "", "correct_answer": "a"}
+            | {f"distractor{n}": "b" * n for n in (1, 2, 3)}
+        ),
+        "tokenizer/tokenizer.json": (trained / "data" / "tokenizer.json").read_text(encoding="utf-8"),
+        "llama.cpp/convert_hf_to_gguf.py": CONVERTER,
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    config = (folder / "first.yaml").read_text(encoding="utf-8")
+    (folder / "first.yaml").write_text(config.replace("micro_batch: 8", "micro_batch: 4"), encoding="utf-8")
+    optimus.export("runs/first", "olmoe")
+    factors = ["train.freeze=[matrix, embedding, expert, router]", "train.lora_rank=2", "checkpoint.load_path=olmoe"]
+    optimus.train("first.yaml", ["train.output=runs/low-rank", "train.steps=1", *factors])
+
+
+def test_examples_of_python_run(trained: Path, reader: Reader) -> None:
+    """The example of every public function and class runs, and what its last line computes is there. Hooks that examples
+    define also take part in a run."""
+    examples = examples_of_python()
+    transformers = pytest.importorskip("transformers", reason="some examples load a model with it")
+    assert all(any(printed in example for example in examples.values()) for printed in SMALLER_EXAMPLES)
+    in_a_readers_folder(trained, reader.folder)
+    hooks, failed = list[type[optimus.Hook]](), dict[str, str]()
+    for name in [*(name for name in examples if name not in LAST_EXAMPLES), *LAST_EXAMPLES]:
+        if name in LAST_EXAMPLES[1:]:
+            shutil.rmtree("runs", ignore_errors=True)
+        for printed, smaller in SMALLER_EXAMPLES.items():
+            examples[name] = examples[name].replace(printed, smaller)
+        names = {"optimus": optimus, "api": api, "torch": torch, "transformers": transformers}
+        *first, last = ast.parse(examples[name]).body
+        try:
+            exec(compile(ast.Module(first, []), name, "exec"), names)
+            if isinstance(last, ast.Expr):
+                assert eval(compile(ast.Expression(last.value), name, "eval"), names) is not None
+            else:
+                exec(compile(ast.Module([last], []), name, "exec"), names)
+        except Exception as error:
+            failed[name] = "".join(traceback.format_exception(error))
+        hooks += [each for each in names.values() if isinstance(each, type) and issubclass(each, optimus.Hook)]
+    assert not failed, "\n".join(failed.values())
+    assert len(hooks) == 4
+    optimus.train("first.yaml", ["train.output=runs/hooked", "train.steps=1"], hooks=hooks)
 
 
 def test_everything_that_is_excepted_is_there() -> None:

@@ -50,7 +50,7 @@ class _File(Section):
 @cache
 def load_profile(name: str) -> FrameworkProfile:
     """Returns the profile of a framework. Raises `UserError` for an unknown name."""
-    known = read_section(Path(__file__).with_name("profiles.yaml"), _File).profiles
+    known = read_section(Path(__file__).with_name("profiles.yaml"), _File, "file of profiles").profiles
     if name not in known:
         raise UserError(f"framework '{name}' is not known; {nearest(name, known)}")
     return known[name]

@@ -165,10 +165,13 @@ def export(
         return
     from optimus.api import export as run
 
+    made = run(checkpoint, output, dtype=dtype, plugins=plugins or ())
+    loads = "load it with AutoModelForCausalLM"
+    others = "load model.safetensors with the module's `load_state_dict`, or set checkpoint.load_path to this folder"
     show(
-        run(checkpoint, output, dtype=dtype, plugins=plugins or ()),
+        made,
         as_json,
-        f"{url_text(output)}: load it with AutoModelForCausalLM",
+        f"{url_text(output)}: {loads if made['transformers'] else others}",
     )
 
 

@@ -8,6 +8,7 @@ import typer
 from typer import Argument, Option
 
 from optimus.cli.common import Json, Overrides, Settings, Verbose, app, show, show_ready
+from optimus.config.sizes import counted
 from optimus.errors import UserError
 
 
@@ -112,7 +113,11 @@ def launch(
                 job, platform=scheduler, path=output, directives=directive or [], inject=inject
             )
         result = {"output": str(output), "submit": submit, "nodes": nodes, "spares": spares}
-        show(result, as_json, f"{output}: {nodes} nodes and {spares} spares; submit it with: {submit}")
+        show(
+            result,
+            as_json,
+            f"{output}: {counted(nodes, 'node')} and {counted(spares, 'spare')}; submit it with: {submit}",
+        )
         return
     outcome = launcher.launch(job, rendezvous, node, name=name, program=program)
     show({"outcome": "finished" if outcome is None else outcome.value}, as_json, "")

@@ -112,7 +112,7 @@ def plan(
     """Choose the layout of a model on a machine, and predict its speed and memory."""
     overrides = [*(overrides or []), *(settings or [])]
     kind, numbers = _study(scale, ranks)
-    rows = len(numbers) or (1 if as_is else best)
+    rows = len({*numbers}) or (1 if as_is else best)
     if explain is not None and not largest and explain > rows:
         raise UserError(f"--explain {explain}: there are at most {rows} rows")
     if dry_run is not None:
@@ -147,7 +147,8 @@ def plan(
         "plugins": plugins or (),
     }
     if dry_run is not None:
-        _dry_run(api.plan(model, overrides, as_is=as_is, best=1, **question).plans[0].job, dry_run, as_json)
+        if not _dry_run(api.plan(model, overrides, as_is=as_is, best=1, **question).plans[0].job, dry_run, as_json):
+            raise typer.Exit(1)
         return
     found = api.plan(
         model,
@@ -176,8 +177,10 @@ def plan(
         write_page(drawn, found.points, page)
     if as_json:
         show(found.as_json(), True, "")
-        return
-    _print(found, page, explain, wide=wide)
+    else:
+        _print(found, page, explain, wide=wide)
+    if as_is and not found.fits:
+        raise typer.Exit(1)
 
 
 def _print(found: Any, page: Path | None, explain: int | None, *, wide: bool) -> None:
@@ -210,7 +213,8 @@ def _study(text: str | None, ranks: int | None) -> tuple[Literal["weak", "strong
         ) from None
 
 
-def _dry_run(job: Any, rank: int, as_json: bool) -> None:
+def _dry_run(job: Any, rank: int, as_json: bool) -> bool:
+    """Prints the bytes of a rank; returns whether they fit."""
     from optimus.config.sizes import size_text
     from optimus.plan.prediction import dry_run
     from optimus.plan.report import verdict
@@ -221,11 +225,12 @@ def _dry_run(job: Any, rank: int, as_json: bool) -> None:
     if as_json:
         told = {"rank": rank, "bytes": {"total": total, **found}, "memory": job.machine.memory, "fits": fits}
         print(json.dumps(told, indent=2))
-        return
+        return bool(fits)
     print(f"rank {rank} of {job.mesh.size} would hold {size_text(total, 4)}:")
     for name, value in found.items():
         print(f"  {name:<14}{size_text(value, 4):>13}")
     print(said)
+    return bool(fits)
 
 
 @app.command()

@@ -155,9 +155,10 @@ def _table(name: str) -> dict[str, Any]:
     return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), Loader)
 
 
-def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
-    """Reads a YAML file that contains a single section. Raises `UserError` for invalid files."""
-    return validated(kind, _read_yaml(path, kind), str(path), kind)
+def read_section(path: Path, kind: type[SomeSection], what: str) -> SomeSection:
+    """Reads a YAML file that contains a single section. Raises `UserError` for invalid files, which messages call `what`,
+    such as "machine file"."""
+    return validated(kind, _read_yaml(path, kind, what), str(path), kind)
 
 
 def _names_plugins(override: str) -> bool:
@@ -171,7 +172,7 @@ def _read_including(
 
     The names are relative to the file's folder; later files take precedence. The result has the plugins of all files.
     """
-    raw = _read_yaml(path, RunConfig)
+    raw = _read_yaml(path, RunConfig, "config file")
     written = path.resolve()
     if written.name.startswith("config.") and (written.parent / "environment.jsonl").exists():  # written by a run
         raw = with_new_names(raw, str(path))
@@ -208,16 +209,16 @@ def _merge_opened(
     return _merge(_opened(dict(low), read_model_folder) if isinstance(high.get("model"), Mapping) else low, high)
 
 
-def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
+def _read_yaml(path: Path, kind: type[BaseModel], what: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"config file {path} does not exist") from None
+        raise UserError(f"{what} {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"config file {path} cannot be read: {error}") from None
-    raw = parse_yaml(text, f"config file {path}")
+        raise UserError(f"{what} {path} cannot be read: {error}") from None
+    raw = parse_yaml(text, f"{what} {path}")
     if not isinstance(raw, dict):
-        raise UserError(f"config file {path} must contain a mapping with the keys {', '.join(kind.model_fields)}")
+        raise UserError(f"{what} {path} must contain a mapping with the keys {', '.join(kind.model_fields)}")
     return raw
 
 

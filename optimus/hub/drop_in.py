@@ -61,6 +61,7 @@ class FastSparseMoEBlock(nn.Module):
     The state dict and the arguments are those of the original block.
 
     Example:
+        model = transformers.AutoModelForCausalLM.from_pretrained("olmoe")
         block = optimus.FastSparseMoEBlock(model.config)
         block.load_state_dict(model.model.layers[0].mlp.state_dict())
     """

@@ -94,7 +94,8 @@ def export_model(
     from, and `chat` the chat template of the training data.
 
     Returns `output`, `files` (sizes in bytes by name), `bytes` (the sum of the sizes), `tensors` (the number of
-    tensors), `parameters` (the number of elements of all parameters) and `dtype`.
+    tensors), `parameters` (the number of elements of all parameters) and `dtype`. `transformers` is False for the model
+    of a plugin, for which `transformers` has no class.
     """
     output = output.absolute()
     check_free(output)
@@ -160,6 +161,7 @@ def export_model(
         "tensors": len(named),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": stored_as,
+        "transformers": not isinstance(model.config, PluginModel),
     }
 
 

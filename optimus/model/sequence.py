@@ -3,13 +3,16 @@
 Legend: B batch, S positions on this device, N heads, M heads of keys and values, D head size.
 """
 
-from typing import Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from optimus.kernels.attention import PLAIN, Scoring, causal_attention
 from optimus.kernels.documents import Documents, document_attention
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # `typing` has it from Python 3.11 on
 
 
 class SequenceSplit:
@@ -39,7 +42,7 @@ class SequenceSplit:
             return causal_attention(q_BSND, k_BSMD, v_BSMD, scoring)
         return document_attention(q_BSND, k_BSMD, v_BSMD, self._documents, scoring)
 
-    def for_documents(self, documents: Documents) -> Self:
+    def for_documents(self, documents: Documents) -> "Self":
         """Returns the same split with attention within each of `documents`."""
         return type(self)(documents)
 

@@ -11,7 +11,7 @@ sequences.
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from optimus.kernels.attention import (
 from optimus.kernels.documents import Documents
 from optimus.model.sequence import SequenceSplit
 from optimus.parallel.options import StageOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # `typing` has it from Python 3.11 on
 
 Seen = Callable[[int], list[AttentionBlock]]  # maps rank r to the blocks of this rank's queries and r's keys
 
@@ -69,7 +72,7 @@ class RingSequence(SequenceSplit):
         seen = partial(self._seen, q_BSND.shape[1], scoring.window, scoring.cap)
         return _Ring.apply(q_BSND, k_BSMD, v_BSMD, scoring.sink_N, self._group, seen)
 
-    def for_documents(self, documents: Documents) -> Self:
+    def for_documents(self, documents: Documents) -> "Self":
         return type(self)(self._group, documents)
 
 
@@ -110,7 +113,7 @@ class UlyssesSequence(SequenceSplit):
         y_BLND = self._unsharded.attend(q, k, v, scoring)[0].unflatten(0, (sequences, -1))
         return self._to_sequence(y_BLND).flatten(0, 1)[None]
 
-    def for_documents(self, documents: Documents) -> Self:
+    def for_documents(self, documents: Documents) -> "Self":
         return type(self)(self._group, documents)
 
     def _to_heads(self, *tensors_BSND: Tensor) -> tuple[Tensor, ...]:

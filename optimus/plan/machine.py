@@ -319,7 +319,7 @@ def load_machine(name: str) -> Machine:
 
 
 def _read(path: Path) -> Machine:
-    machine = read_section(path, Machine)
+    machine = read_section(path, Machine, "machine file")
     _check_units(machine, path)
     return machine
 

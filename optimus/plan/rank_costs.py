@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from optimus.comm.algorithms import CollectiveKind
 from optimus.mesh.strided import StridedGroup
@@ -16,6 +16,9 @@ from optimus.optim.muon import STEPS
 from optimus.parallel.degrees import layer_kinds
 from optimus.plan.collectives import collective_seconds, transfer_seconds
 from optimus.plan.job import Job
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # `typing` has it from Python 3.11 on
 
 _SCORES = 7  # reads and writes of an attention score in a forward pass that stores the scores
 
@@ -85,7 +88,7 @@ class RankCosts(ABC):
             job.precision if job.precision in ("fp16", "fp32") else "bf16"
         )  # precision of matmuls without a cast
 
-    def with_job(self, job: Job) -> Self:
+    def with_job(self, job: Job) -> "Self":
         """Returns costs of `job` that share this object's cached times of modules.
 
         The jobs may differ only in data and pipeline parallelism, schedule, state and recomputation; before the first

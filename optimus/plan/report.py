@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,11 @@ class Answer:
     scaling: Scaling = "weak"
     solution: Solution | None = None
 
+    @property
+    def fits(self) -> bool:
+        """Returns True if a plan fits, which is not certain of a configured layout."""
+        return any(map(_fits, self.plans))
+
     def as_json(self) -> dict[str, Any]:
         """Returns the plans, the machine and, for a scaling study, its points as data for JSON."""
         scaled = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in self.points]
@@ -101,6 +107,8 @@ class Answer:
         """
         rows = rows_of(self.plans, wide=wide)
         if self.deepest:
+            for row in rows:
+                row.pop("offload", None)  # the column `state on` says more
             rows = [_largest_row(deepest) | row for deepest, row in zip(self.deepest, rows)]
         elif self.points:
             rows = [_scaled_row(point, row, wide) for point, row in zip(self.points, rows)]
@@ -120,9 +128,14 @@ class Answer:
         return f"{study}{counted(job.mesh.size, 'rank')} of {job.machine.name}, {batch}, {job.precision}"
 
     def notes(self) -> list[str]:
-        """Returns the notes on the end of the run, if any, and on the first plan; no notes on plans of a scaling study."""
+        """Returns the notes on the end of the run, if any, and on the first plan; of a scaling study, on plans that do not
+        fit."""
         end = [] if self.solution is None else [said(self.solution)]
-        return end if self.points else end + _below_table(self.plans[0], run=self.solution is None)
+        if not self.points:
+            return end + _below_table(self.plans[0], run=self.solution is None)
+        return end + [
+            f"On {counted(each.ranks, 'rank')}: {_room(each.plan)}" for each in self.points if not _fits(each.plan)
+        ]
 
     def explained(self, row: int) -> str:
         """Explains the plan in a row of the table. Raises `UserError` when the table lacks the row."""
@@ -143,7 +156,8 @@ class Answer:
 
 def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]]:
     """Returns the table of the plans, one row each, numbered from 1."""
-    return [{"": str(number), **_row(plan, wide)} for number, plan in enumerate(plans, start=1)]
+    offloads = any(plan.job.state.offload != "none" for plan in plans)
+    return [{"": str(number), **_row(plan, wide, offloads)} for number, plan in enumerate(plans, start=1)]
 
 
 def _largest_row(deepest: Deepest) -> dict[str, Any]:
@@ -159,11 +173,11 @@ def _largest_row(deepest: Deepest) -> dict[str, Any]:
 def _scaled_row(point: ScalingPoint, row: dict[str, Any], wide: bool) -> dict[str, Any]:
     if not wide:
         first = {"": "", "layout": row["layout"], "tokens/s": row["tokens/s"]}
-        row = first | {name: value for name, value in row.items() if name not in ("shard", "recompute")}
+        row = first | {name: value for name, value in row.items() if name not in ("shard", "offload", "recompute")}
     return row | {"efficiency": f"{100 * point.efficiency:.1f} %", "": f"{point.ranks:,}"}
 
 
-def _row(plan: Plan, wide: bool) -> dict[str, Any]:
+def _row(plan: Plan, wide: bool, offloads: bool) -> dict[str, Any]:
     job, mesh, parallel = plan.job, plan.job.mesh, plan.job.parallel
     stages = f" x{parallel.stages_per_rank}" if parallel.stages_per_rank > 1 else ""
     side = f" /{mesh.pipeline_stride}" if mesh.pipeline_stride else ""
@@ -179,6 +193,7 @@ def _row(plan: Plan, wide: bool) -> dict[str, Any]:
         **(axes if wide else {"layout": ", ".join(longer) or "one rank"}),
         "batch": (" x " if wide else "x").join(map(str, (job.microbatches, job.train.micro_batch))),
         "shard": job.state.shard + (f" /{job.state.shard_ranks}" if job.state.shard_ranks else ""),
+        **({"offload": job.state.offload} if offloads else {}),
         "recompute": _recomputation(job),
         "step_s": round(plan.step.seconds, 3),
         "tokens/s": _tokens(plan),
@@ -238,15 +253,8 @@ def _below_table(plan: Plan, *, run: bool = True) -> list[str]:
             f"The run, {found.steps:,} steps or {count_text(float(found.tokens))} tokens, takes {days} with plan 1: "
             f"{rounded(found.device_hours)} device hours."
         )
-    _, buffers = communicators_of(job)
-    free, beside = machine.memory - plan.memory.total - buffers, f" and {size_text(buffers)} of communicators' buffers"
-    fits, said = verdict(plan.memory.total, job)
-    lines.append(
-        f"Plan 1 leaves {size_text(free)} of the {size_text(machine.memory)} of a rank free, besides state and activations"
-        f"{beside if buffers else ''}."
-        if fits
-        else f"Plan 1 does not fit: its fullest rank takes {said.removesuffix(': does not fit')}."
-    )
+    lines.append(f"Plan 1 {_room(plan)}")
+    lines += [f"Plan 1 has {where}." for where in islice(_elsewhere(plan), 1)]
     if job.parallel.stages_per_rank > 1:
         lines.append(f"x{job.parallel.stages_per_rank}: each rank of the pipeline has this number of stages.")
     if job.mesh.pipeline_stride:
@@ -259,6 +267,22 @@ def _below_table(plan: Plan, *, run: bool = True) -> list[str]:
         *lines,
         f"Predicted, not measured. Source of the figures of {machine.name}: {' '.join(machine.source.split())}",
     ]
+
+
+def _fits(plan: Plan) -> bool:
+    return verdict(plan.memory.total, plan.job)[0]
+
+
+def _room(plan: Plan) -> str:
+    """Returns the end of a sentence about a plan: the memory that it leaves free, or takes too much."""
+    job, memory = plan.job, plan.job.machine.memory
+    fits, said = verdict(plan.memory.total, job)
+    if not fits:
+        return f"does not fit: its fullest rank takes {said.removesuffix(': does not fit')}."
+    _, buffers = communicators_of(job)
+    beside = f" and {size_text(buffers)} of communicators' buffers" if buffers else ""
+    free = size_text(memory - plan.memory.total - buffers)
+    return f"leaves {free} of the {size_text(memory)} of a rank free, besides state and activations{beside}."
 
 
 def _tokens(plan: Plan) -> str:

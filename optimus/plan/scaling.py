@@ -26,7 +26,7 @@ Scaling = Literal["weak", "strong"]
 def scale(
     job: Job, ranks: Sequence[int], layout_plan: Plan | None = None, kind: Scaling = "weak"
 ) -> list[ScalingPoint]:
-    """Studies scaling over numbers of ranks. Returns a point for each number of ranks, in ascending order.
+    """Studies scaling over numbers of ranks. Returns a point for each number of ranks, once and in ascending order.
 
     Weak: the global batch and the data axis grow with the number of ranks. The layout is `layout_plan`'s, or the best
     layout on the fewest ranks. Strong: the global batch stays. The layout is `layout_plan`'s with a longer data axis, or
@@ -34,12 +34,13 @@ def scale(
 
     Raises `UserError` when a number of ranks is not positive, is no multiple of the layout's ranks, or has no layout.
     """
-    fewest = min(ranks)
+    ranks = sorted({*ranks})
+    fewest = ranks[0]
     if fewest < 1:
         raise UserError(f"--scale: {fewest} ranks: give positive numbers of ranks, such as 384,768,1536")
     job = job.changed(phases=[])  # the study predicts one step
     if kind == "strong" and layout_plan is None:
-        plans = [search(_on(job, number), best=1)[0] for number in sorted(ranks)]
+        plans = [search(_on(job, number), best=1)[0] for number in ranks]
     else:
         plans = _same_layout(job, ranks, layout_plan, kind)
     base = plans[0].tokens_per_second / plans[0].job.mesh.size
@@ -61,7 +62,7 @@ def _same_layout(job: Job, ranks: Sequence[int], layout_plan: Plan | None, kind:
     first = (layout_plan or search(_on(job, fewest, batch), best=1)[0]).job
     mesh, sequences = first.mesh, first.train.micro_batch * first.microbatches * first.mesh.dp
     plans = list[Plan]()
-    for number in sorted(ranks):
+    for number in ranks:
         times, remainder = divmod(number, mesh.size)
         if remainder or not times:
             raise UserError(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from optimus.config.sizes import size_text
+from optimus.config.sizes import counted, size_text
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.pipeline.schedules import DEFAULT
@@ -155,8 +155,8 @@ def _too_large(job: Job) -> UserError:
     if on_host > beside:
         return UserError(
             f"no layout fits: a rank of {job.machine.name} may take {size_text(beside)} of its host's memory, but with "
-            f"state.offload={job.state.offload} every layout of {job.mesh.size} ranks takes at least {size_text(on_host)} "
-            "there: offload less state, or use more nodes"
+            f"state.offload={job.state.offload} every layout of {counted(job.mesh.size, 'rank')} takes at least "
+            f"{size_text(on_host)} there: offload less state, or use more nodes"
         )
     for size, each in tightest:
         if size >= least:  # the state alone takes at least the memory of an earlier layout
@@ -169,5 +169,5 @@ def _too_large(job: Job) -> UserError:
     )
     return UserError(
         f"no layout fits: a rank of {job.machine.name} has {size_text(job.machine.memory)}, but every layout of "
-        f"{job.mesh.size} ranks takes at least {size_text(least)}: {cure}; or use more ranks"
+        f"{counted(job.mesh.size, 'rank')} takes at least {size_text(least)}: {cure}; or use more ranks"
     )

@@ -36,11 +36,11 @@ def measured_collectives(config: RunConfig, mesh: Mesh, resume: bool) -> tuple[M
     """
     saved, per_node = Path(config.train.output) / FILE, mesh.ranks_per_node or mesh.size
     if resume and saved.exists():
-        return read_section(saved, Measured), []
+        return read_section(saved, Measured, "file of measured collectives"), []
     if config.collectives.machine is None:
         return None, []
     path = user_path(config.collectives.machine)
-    file = read_section(path, _MachineFile)
+    file = read_section(path, _MachineFile, "machine file")
     if file.collectives is None:
         raise UserError(
             f"collectives.machine: {path} has no measured collectives; `optimus bench collectives --write {path}` on the "

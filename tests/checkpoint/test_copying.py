@@ -144,7 +144,7 @@ def test_what_cannot_write_to_a_url_refuses_it(
     save(tmp_path / "run", model, 1)
     (tmp_path / "text.md").write_text("text " * 1000)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match=r"s3:/+bucket/x.* is a URL, but this must be a file or folder of this machine"):
+    with pytest.raises(UserError, match=r"s3://bucket/x.* is a URL, but this must be a file or folder of this machine"):
         write(kind("s3://bucket/x") if kind is Path else "s3://bucket/x", tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -219,7 +219,7 @@ def test_a_key_that_stands_twice_is_refused_in_overrides_and_other_files(tmp_pat
     file = tmp_path / "machine.yaml"
     file.write_text("name: a\nname: b\n")
     with pytest.raises(UserError, match=r"the key 'name' is given twice \(lines 1 and 2\)"):
-        read_section(file, RunConfig)
+        read_section(file, RunConfig, "machine file")
 
 
 def test_yaml_that_repeats_by_reference_is_read(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import optimus
 from optimus.errors import UserError
 from optimus.hub import drop_in
 from optimus.model.foreign import needed
+from optimus.model.foreign.configuration import facts_of_text
 
 pytest.importorskip("transformers.integrations.moe", reason="transformers 5 is not installed")
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
@@ -407,6 +408,17 @@ def test_versions_of_any_form(monkeypatch: pytest.MonkeyPatch, installed: str) -
     monkeypatch.setattr(needed, "version", lambda package: "5.16rc2")
     with pytest.raises(UserError, match=r"5\.17 or newer, and 5\.16rc2 is installed"):
         needed.needed_transformers()
+
+
+def test_a_run_of_a_model_of_transformers_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(needed, "version", version)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=r"model\.transformers needs the package transformers, version 5\.17 or newer"):
+        facts_of_text('{"model_type": "a model that no test has read"}')
 
 
 def test_the_names_do_not_import_transformers() -> None:

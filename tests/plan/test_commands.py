@@ -49,10 +49,12 @@ def plan(tmp_path: Path, prepared: Path) -> Callable[..., Any]:
     written = tmp_path / "run.yaml"
     written.write_text(yaml.safe_dump(run))
 
-    def call(*words: str, text: bool = False, ranks: int = 4, machine: str = "laptop", file: Path = written) -> Any:
+    def call(
+        *words: str, text: bool = False, ranks: int = 4, machine: str = "laptop", file: Path = written, code: int = 0
+    ) -> Any:
         arguments = ["plan", str(file), *words, "--ranks", str(ranks), "--machine", machine]
         result = CliRunner().invoke(app, [*arguments, *([] if text else ["--json"])], catch_exceptions=False)
-        assert result.exit_code == 0, result.output
+        assert result.exit_code == code, result.output
         return result.output if text else json.loads(result.output)
 
     return call
@@ -180,8 +182,9 @@ def test_a_dry_run_ends_with_a_verdict(plan: Callable[..., Any], memory: str, fi
     assert held["gathered"] > 0
     assert held["copies"] > 0
     words += ["--what-if", f"memory={1.02 * held['total'] if memory == 'TOTAL' else memory}"]
-    assert plan(*words)["fits"] is fits
-    assert re.search(verdict, plan(*words, text=True).splitlines()[-1])
+    code = 0 if fits else 1
+    assert plan(*words, code=code)["fits"] is fits
+    assert re.search(verdict, plan(*words, text=True, code=code).splitlines()[-1])
 
 
 def test_a_dry_run_is_of_one_rank_and_a_layout_that_does_not_fit_says_so(plan: Callable[..., Any]) -> None:
@@ -192,8 +195,25 @@ def test_a_dry_run_is_of_one_rank_and_a_layout_that_does_not_fit_says_so(plan: C
     with pytest.raises(optimus.UserError, match="--explain 3: there are at most 2 rows"):
         plan("--scale", "8,16", "--explain", "3")
     held = plan("--as-is")["plans"][0]["memory_bytes"]["total"]
-    said = plan("--as-is", "--what-if", f"memory={held / 2}", text=True)
-    assert re.search(r"Plan 1 does not\s+fit: its fullest rank takes", said)
+    words = ["--as-is", "--what-if", f"memory={held / 2}"]
+    assert re.search(r"Plan 1 does not\s+fit: its fullest rank takes", plan(*words, text=True, code=1))
+    assert plan(*words, code=1)["plans"][0]["memory_bytes"]["total"] == held
+    said = plan(*words, "--scale", "4,8", text=True, code=1)
+    assert re.findall(r"On (\d+) ranks: does not\s+fit: its fullest rank takes", said) == ["4", "8"]
+    assert "does not" not in plan("--as-is", "--scale", "4,8", text=True)
+    sharded = ["--as-is", "state.shard=optimizer", "--scale", "4,32"]
+    fewer, more = (each["memory_bytes"]["total"] for each in plan(*sharded)["plans"])
+    assert more < fewer
+    said = plan(*sharded, "--what-if", f"memory={1.02 * fewer}", text=True)  # on 32 ranks it fits
+    assert re.findall(r"On (\d+) ranks: does not\s+fit", said) == ["4"]
+
+
+def test_a_layout_whose_state_is_not_on_the_device_says_so(plan: Callable[..., Any]) -> None:
+    said = plan("--as-is", "state.offload=disk", text=True)
+    assert re.search(r"\boffload\b.*\n.*\n.* disk ", said)
+    assert re.search(r"Plan 1 has state.offload disk: the state of .* of a node's host", " ".join(said.split()))
+    assert "offload" not in plan("--as-is", text=True)
+    assert "offload" in plan("--as-is", "state.offload=disk", "--wide", text=True)
 
 
 def test_a_length_in_passes_over_the_data(plan: Callable[..., Any], tmp_path: Path) -> None:
@@ -237,6 +257,7 @@ def test_rows_of_largest_say_where_gradients_accumulate(
     for offload in ("all", "disk"):
         found = [len(re.findall(rf"│ {offload}{where} +│", text)) for where in ("", ", sums on host")]
         assert found == [1, 1]
+    assert "offload" not in text.partition("batch ")[0]  # the column `state on` says more
 
 
 def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path) -> None:
@@ -353,6 +374,9 @@ def test_as_it_is_and_scaled(plan: Callable[..., Any]) -> None:
     assert all(0 < point["efficiency"] <= 1 for point in result["scaling"])
     assert [each["parallel"]["data"] for each in result["plans"]] == [4, 8, 16]
     assert {each["parallel"]["expert"] for each in result["plans"]} == {4}
+    assert plan("parallel.expert=4", "--as-is", "--scale", "weak:16,4,8,4,16") == result
+    with pytest.raises(optimus.UserError, match="--explain 3: there are at most 2 rows"):
+        plan("--scale", "8,16,16", "--explain", "3")
 
 
 def test_strong_scaling_keeps_the_batch_and_searches_each_layout(plan: Callable[..., Any]) -> None:

@@ -127,6 +127,16 @@ def test_all_reduce_on_jean_zay(measured: list[dict[str, str]], setup: str, node
 # ---- Bad input ----
 
 
+def test_an_empty_machine_file_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(
+        UserError, match=r"^machine file .*mine\.yaml must contain a mapping with the keys name, source"
+    ):
+        load_machine(str(tmp_path / "mine.yaml"))
+    with pytest.raises(UserError, match=r"^machine file .*none\.yaml does not exist"):
+        load_machine(str(tmp_path / "none.yaml"))
+
+
 def test_unknown_machine_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"machine 'fronteir' is not known; did you mean 'frontier'\?"):
         load_machine("fronteir")

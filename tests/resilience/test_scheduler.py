@@ -435,7 +435,7 @@ def test_the_command_line(
              "--scheduler", "slurm", "--output", "my job.sh", "--directive", "--mem=0")  # fmt: skip
     code, out, _ = command_line(monkeypatch, capsys, *words)
     assert code == 0
-    assert out == "my job.sh: 2 nodes and 1 spares; submit it with: sbatch 'my job.sh'\n"
+    assert out == "my job.sh: 2 nodes and 1 spare; submit it with: sbatch 'my job.sh'\n"
     text = Path("my job.sh").read_text()
     assert f"run='{tmp_path}/my runs/x'\n" in text
     assert f"cd -- {shlex.quote(str(tmp_path))} ||" in text

@@ -32,7 +32,9 @@ def release_of(version: str) -> tuple[int, ...]:
 
 @contextmanager
 def silent_transformers() -> Iterator[None]:
-    """Suppresses the warnings and progress bars of `transformers` inside the `with` block."""
+    """Suppresses the warnings and progress bars of `transformers` inside the `with` block. Raises `UserError` if the
+    package is missing or too old."""
+    needed_transformers()
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import optimus
 from helpers.equality import Layout, assert_same_as_one_process
@@ -22,6 +23,7 @@ from helpers.own_models import MISTAKES
 from helpers.plugin_tables import tables_restored
 from helpers.sweep import in_turns
 from optimus import api
+from optimus.cli import app
 from optimus.config import load_config
 from optimus.config.load import dump_config
 from optimus.errors import UserError
@@ -201,6 +203,8 @@ def test_it_resumes_is_evaluated_exported_and_read_again(run: dict[str, Any], tm
     assert raw["plugin"] == "mixer"
     assert raw["arguments"] == {"vocab": 320, "width": 32, "depth": 2, "kernel": 4}
     assert raw["plugins"] == ["mixer"]
+    page = (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8")
+    assert list(raw) == list(json.loads(page.partition("```json\n")[2].partition("```")[0]))
     tokens_BS = torch.arange(64).view(2, 32)
     logits_BSV = optimus.load_model(one)(tokens_BS)
     module = MODELS["mixer"].make(**raw["arguments"]).module
@@ -229,7 +233,9 @@ def test_modules_that_list_their_parameters_are_evaluated(run: dict[str, Any], t
     recurrent = changed(run, tmp_path / "run") | {"plugins": ["helpers.own_models"]}
     recurrent["model"] = {"plugin": "recurrent", "vocab": 320, "depth": 2}
     optimus.train(recurrent)
-    optimus.export(tmp_path / "run", tmp_path / "exported")
+    said = CliRunner().invoke(app, ["export", str(tmp_path / "run"), "--output", str(tmp_path / "exported")])
+    assert "AutoModelForCausalLM" not in said.output  # `transformers` has no class for it
+    assert "load_state_dict" in said.output
     module = MODELS["recurrent"].make(320, depth=2).module
     module.load_state_dict(load_file(tmp_path / "exported" / "model.safetensors"))
     tokens_BS = torch.arange(64).view(2, 32)
