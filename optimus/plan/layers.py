@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from optimus.config import Architecture
 from optimus.config.parallel import LayersConfig
 from optimus.parallel.activations import ActivationPart, activation_parts
 from optimus.parallel.recompute import Recomputation
@@ -192,14 +193,23 @@ def with_recomputations(job: Job, kinds: Sequence[frozenset[str]]) -> Job:
     named = [[kind for kind in KINDS if kind in each] for each in kinds]
     ((default, _),) = Counter(map(tuple, named)).most_common(1)
     layers = [
-        LayersConfig.model_validate({"layers": where, "recompute": each})
-        for where, each in _ranges(named)
+        LayersConfig.model_validate({"layers": _text(same), "recompute": _present(job.model, same, each)})
+        for same, each in _ranges(named)
         if tuple(each) != default
     ]
     return job.changed(parallel={"layers": layers}, recompute=[*default], recompute_every=1)
 
 
-def _ranges(named: Sequence[list[str]]) -> Iterator[tuple[str, list[str]]]:
+def _ranges(named: Sequence[list[str]]) -> Iterator[tuple[list[int], list[str]]]:
     for kinds, same in groupby(enumerate(named), key=lambda each: each[1]):
-        layers = [layer for layer, _ in same]
-        yield (f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])), kinds
+        yield [layer for layer, _ in same], kinds
+
+
+def _text(layers: Sequence[int]) -> str:
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
+
+
+def _present(model: Architecture, layers: Sequence[int], kinds: Sequence[str]) -> list[str]:
+    """Returns the kinds of modules that some of the layers has, because a configuration refuses all others."""
+    feed_forward = {"moe" if model.experts_of(layer) else "mlp" for layer in layers}
+    return [kind for kind in kinds if kind in feed_forward or kind not in ("mlp", "moe")]
