@@ -145,7 +145,8 @@ def plan(
         "plugins": plugins or (),
     }
     if dry_run is not None:
-        _dry_run(api.plan(model, overrides, as_is=as_is, best=1, **question).plans[0].job, dry_run, as_json)
+        (best_plan,) = api.plan(model, overrides, best=1, as_is=as_is, layers=layers, **question).plans
+        _dry_run(best_plan.job, dry_run, as_json)
         return
     found = api.plan(
         model,
