@@ -270,6 +270,8 @@ def schedule(
     from optimus.pipeline import Costs
     from optimus.pipeline.report import run
 
+    if vocabulary_algorithm != 1 and not vocabulary:
+        raise UserError(f"--vocabulary-algorithm {vocabulary_algorithm} needs --vocabulary: add it, or leave both out")
     if plot is not None:
         check_plot(plot)
     costs = Costs(jitter=jitter, link=link, blocking=blocking, seed=seed)
