@@ -1,8 +1,8 @@
 """Features of a run, drawn together, with kills.
 
 A draw combines pruning, rewinding, offloaded state, asynchronous checkpoints, kinds of start, phases, teachers,
-low-rank factors, frozen parameters, users' hooks, validation text, prompts, prepared data or a user's dataset, loss
-scaling, and recomputation by ranges of layers.
+low-rank factors, frozen parameters, users' hooks, validation text, prompts, and prepared data or a user's dataset. It
+also has loss scaling and ranges of layers that recompute.
 
 A killed run resumes with the losses and the state, bit for bit, of a run that kept its state on the device, waited for
 its checkpoints, recomputed nothing and was never killed. A covering array of the draws is always tested, with every
