@@ -147,7 +147,8 @@ def plan(
         "plugins": plugins or (),
     }
     if dry_run is not None:
-        if not _dry_run(api.plan(model, overrides, as_is=as_is, best=1, **question).plans[0].job, dry_run, as_json):
+        (best_plan,) = api.plan(model, overrides, best=1, as_is=as_is, layers=layers, **question).plans
+        if not _dry_run(best_plan.job, dry_run, as_json):
             raise typer.Exit(1)
         return
     found = api.plan(
@@ -276,6 +277,8 @@ def schedule(
     from optimus.pipeline import Costs
     from optimus.pipeline.report import run
 
+    if vocabulary_algorithm != 1 and not vocabulary:
+        raise UserError(f"--vocabulary-algorithm {vocabulary_algorithm} needs --vocabulary: add it, or leave both out")
     if plot is not None:
         check_plot(plot)
     costs = Costs(jitter=jitter, link=link, blocking=blocking, seed=seed)

@@ -1,12 +1,13 @@
 """Reports a schedule and its timeline as text, JSON and PNG."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
 from optimus.disk import user_path, write_json
-from optimus.errors import naming_disk_errors
+from optimus.errors import UserError, naming_disk_errors
 from optimus.pipeline.checking import check
 from optimus.pipeline.costs import Costs, per_stage
 from optimus.pipeline.draw import draw, text_timeline
@@ -61,6 +62,8 @@ def run(
 
 
 def _with_output_layer(costs: Costs, schedule: Schedule, forward: float) -> Costs:
+    if not 0 <= forward < math.inf:
+        raise UserError(f"pipeline costs: output_layer is {forward}; give zero or more, and a finite number")
     if schedule.splits_vocabulary:
         return replace(costs, logits=costs.logits + forward / schedule.ranks)
     times: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from optimus.config import Architecture
 from optimus.config.parallel import LayersConfig
 from optimus.parallel.activations import ActivationPart, activation_parts
 from optimus.parallel.degrees import SAME_DEGREES, TensorDegrees
@@ -264,9 +265,15 @@ def with_strategies(job: Job, strategies: Sequence[LayerStrategy]) -> Job:
     layers = list[LayersConfig]()
     for (kinds, tensor), same in groupby(enumerate(named), key=lambda each: each[1]):
         numbers = [layer for layer, _ in same]
-        fields: dict[str, Any] = {"recompute": [*kinds]} if kinds != default else {}
+        fields: dict[str, Any] = {"recompute": _present(job.model, numbers, kinds)} if kinds != default else {}
         fields |= {"tensor": tensor} if tensor is not None else {}
         if fields:
             where = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
             layers.append(LayersConfig.model_validate({"layers": where} | fields))
     return job.changed(parallel={"layers": layers}, recompute=[*default], recompute_every=1)
+
+
+def _present(model: Architecture, layers: Sequence[int], kinds: Sequence[str]) -> list[str]:
+    """Returns the kinds of modules that some of the layers has, because a configuration refuses all others."""
+    feed_forward = {"moe" if model.experts_of(layer) else "mlp" for layer in layers}
+    return [kind for kind in kinds if kind in feed_forward or kind not in ("mlp", "moe")]

@@ -338,8 +338,9 @@ def dry_run(run: Run) -> str:
         raise UserError(_too_large(needed, free, one, run)) from None
     run.state.clear_gradients()
     at_rest = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
-    kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in at_rest.items() if size)
-    return f"memory per rank: {kinds}, activations of {_microbatches(run)} {size_text(needed)}; {size_text(free)} free"
+    parts = [f"{kind} {size_text(size)}" for kind, size in at_rest.items() if size]  # none where all state is elsewhere
+    parts.append(f"activations of {_microbatches(run)} {size_text(needed)}")
+    return f"memory per rank: {', '.join(parts)}; {size_text(free)} free"
 
 
 def _saved_bytes(run: Run, tokens_BS: torch.Tensor, micro_batch: int) -> int:

@@ -110,7 +110,18 @@ def test_killed_while_writing(
 KILLS = {True: len(part_of(range(60), 8)), False: len(part_of(range(25), 5))}  # keys: `asynchronous`
 PHASES = {"training", "copying", "writing", "committing"}
 EVERY, WEIGHTS_EVERY = 3, 6
-LAYOUTS: list[dict[str, Any]] = [{"parallel": {"expert": 2}}, {"state": {"shard": "optimizer"}}]
+V = {"pipeline": 2, "stages_per_rank": 2, "vocabulary": True}
+RANGE = {"layers": "1-2", "recompute": ["block"]}
+LAYOUTS: list[dict[str, dict[str, Any]]] = [
+    {"parallel": {"expert": 2}},
+    {"state": {"shard": "optimizer"}},
+    {
+        "model": {"layers": 4},
+        "train": {"micro_batch": 2, "precision": "float16", "loss_scale": {"growth_interval": 2}},
+        "parallel": V | {"schedule": "v-half", "vocabulary_algorithm": 2, "layers": [RANGE]},
+    },
+    {"model": {"layers": 5}, "train": {"micro_batch": 1}, "parallel": V | {"schedule": "v-min", "layers": [RANGE]}},
+]
 
 
 class Watch:
@@ -169,7 +180,8 @@ def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asy
     small_run["observe"] = {"tensorboard": False}  # tensorboard takes a while to import
     while not enough():
         small_run["train"] |= {"seed": seed, "output": str(tmp_path / f"{seed}")}
-        config = small_run | LAYOUTS[seed % 2]
+        layout = LAYOUTS[seed % len(LAYOUTS)]
+        config = small_run | {section: small_run.get(section, {}) | keys for section, keys in layout.items()}
         # An asynchronous checkpoint starts when the one before is complete, and the step that waits for it is already
         # done.
         watch = Watch(tmp_path / f"{seed}", 2 * EVERY if asynchronous else EVERY, phases)

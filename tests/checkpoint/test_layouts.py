@@ -348,6 +348,38 @@ def saved_by(model: str, layout: Layout, run: Path) -> tuple[Path, dict[str, Ten
     return step_folder(run, 1), found.saved
 
 
+def _range(layers: str, kinds: str) -> str:
+    return f"parallel.layers=[{{layers: {layers}, recompute: [{kinds}]}}]"
+
+
+RANGES = [  # each continues from the layout before; the second stage of the pipelines begins in a range, or not
+    Layout(1, [_range("0-2", "block")]),
+    Layout(1),
+    Layout(2, ["parallel.pipeline=2", "parallel.layers_per_stage=[1,3]", _range("0-2", "norm, attention")]),
+    Layout(2, ["parallel.pipeline=2", "parallel.layers_per_stage=[3,1]", "recompute=[block]", _range("1-3", "")]),
+    Layout(
+        2, ["parallel.pipeline=2", "parallel.schedule=v-half", "parallel.stages_per_rank=2", _range("1-2", "block")]
+    ),
+    Layout(2, ["parallel.pipeline=2", "parallel.schedule=v-min", "parallel.stages_per_rank=2"]),
+    Layout(1, ["recompute=[attention]", "recompute_every=2", _range("3", "block")]),
+]
+
+
+@pytest.mark.parametrize("model", ["moe", "dense"])
+def test_ranges_of_layers_and_other_stages_change_no_bit(model: str, tmp_path: Path) -> None:
+    """A run that goes on with other ranges of layers and other stages has the state of one that keeps its layout."""
+
+    def saved(layout: Layout, steps: int, run: Path, source: Path | None) -> dict[str, Tensor]:
+        same = ["model.layers=4", "train.micro_batch=4"]
+        config = configured(model, layout._replace(overrides=[*same, *layout.overrides]))
+        return run_ranks(visit, layout.ranks, config, SAVE._replace(steps=steps), run, source)[0].saved
+
+    right, found, source = saved(Layout(1), len(RANGES), tmp_path / "kept", None), {}, None
+    for step, layout in enumerate(RANGES, 1):
+        found, source = saved(layout, 1, tmp_path / "changed", source), step_folder(tmp_path / "changed", step)
+    assert_same(found, right)
+
+
 def test_dcp_makes_one_file_of_it(tmp_path: Path) -> None:
     """DCP turns a checkpoint with slices that end inside rows into one file of torch.save."""
     layout = Layout(6, ["parallel.expert=3", "parallel.context=3", "state.shard=parameters", "state.chunk=2000"])

@@ -216,6 +216,16 @@ def test_a_layout_whose_state_is_not_on_the_device_says_so(plan: Callable[..., A
     assert "offload" in plan("--as-is", "state.offload=disk", "--wide", text=True)
 
 
+def test_a_dry_run_is_of_the_plan_by_layer(plan: Callable[..., Any]) -> None:
+    words = ["--what-if", "memory=1.8e9", "train.sequence_length=2048", "train.global_batch=64", "train.micro_batch=2"]
+    words += ["model.layers=6", "model.hidden=512", "model.intermediate=1408", "model.vocab=32000"]
+    (best,) = plan(*words, "--layers", "--best", "1", ranks=8, machine="dgx-a100")["plans"]
+    assert best["parallel"]["layers"]
+    held = [plan(*words, *more, "--dry-run", "0", ranks=8, machine="dgx-a100")["bytes"] for more in (["--layers"], [])]
+    assert held[0]["activations"] == pytest.approx(best["memory_bytes"]["activations"])
+    assert held[1]["activations"] < held[0]["activations"]
+
+
 def test_a_length_in_passes_over_the_data(plan: Callable[..., Any], tmp_path: Path) -> None:
     """Epochs become the steps that the data has; the written file still says epochs."""
     words = ["train.steps=null", "train.epochs=0.5"]

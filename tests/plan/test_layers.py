@@ -212,3 +212,21 @@ def test_ranges_are_written_as_a_configuration() -> None:
         {"layers": "14", "recompute": ["norm", "mlp"]},
     ]
     assert config.recompute == []
+
+
+def test_ranges_name_only_modules_that_their_layers_have() -> None:
+    """A strategy of a model with and without experts recomputes the feed-forward layers of both kinds."""
+    shape = {"family": "qwen3_moe", "dense_layers": 3, "expert_intermediate": 1024, "head_size": 128}
+    sizes = SPARSE.model_dump(
+        include={"hidden", "layers", "heads", "intermediate", "vocab", "experts", "experts_per_token"}
+    )
+    plain = asked(ModelConfig.model_validate(sizes | shape), "dgx-a100", 8, 40e9)
+    both, none = frozenset({"mlp", "moe"}), frozenset[str]()
+    for kinds, expected in (
+        ([both, both, *[none] * 6], [("0-1", ["mlp"])]),
+        ([*[none] * 6, both, none], [("6", ["moe"])]),
+        ([none, *[both] * 3, *[none] * 4], [("1-3", ["mlp", "moe"])]),
+    ):
+        config = config_of(with_strategies(plain, [*map(LayerStrategy, kinds)]))
+        assert [(each.layers, each.recompute) for each in config.parallel.layers] == expected
+    assert config_of(with_strategies(plain, [LayerStrategy(both)] * 8)).recompute == ["mlp", "moe"]

@@ -445,6 +445,14 @@ def test_an_accelerator_that_runs_out_of_memory(small_run: dict[str, Any], monke
     assert checks.dry_run(run).startswith("memory per rank: ")
 
 
+def test_a_rank_without_state_names_its_activations_alone(
+    small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    state = {"offload": "all", "resident_fraction": 0.0}
+    optimus.train(edited(small_run, train={"stop_at": 1}, state=state))
+    assert "memory per rank: activations of a microbatch " in capfd.readouterr().err
+
+
 def test_the_run_folder_keeps_an_earlier_configuration(small_run: dict[str, Any]) -> None:
     optimus.train(edited(small_run, train={"stop_at": 2}))
     optimus.train(edited(small_run, checkpoint={"every": 3}), resume=True)

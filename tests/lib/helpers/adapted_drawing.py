@@ -103,7 +103,7 @@ def drawn(number: int) -> Case:
     if family == "granitemoe" and data * context % 2 == 0:
         draw.set("parallel.expert", 1, 2)
     draw_alike(draw)
-    draw_layers(draw, LAYERS)
+    draw_layers(draw, LAYERS, ["norm", "attention"], ["mlp"])
     return Case(family, together * data, draw.overrides, stop)
 
 

@@ -23,6 +23,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"parallel": {"pipeline": 2}},
     "tensor": {"parallel": {"tensor": 2}},
     "disk": {"state": {"shard": "parameters", "offload": "disk"}},
+    "v-half": {
+        "parallel": {
+            "pipeline": 2,
+            "schedule": "v-half",
+            "stages_per_rank": 2,
+            "layers": [{"layers": "1-2", "recompute": ["block"]}],
+        }
+    },
 }
 
 
@@ -46,6 +54,8 @@ CASES = [
     Kills("glm4", "disk", "tensor", True),
     Kills("olmo2", "tensor", "zero3", False),
     Kills("deepseek_v4", "pipeline", "zero3", False),
+    Kills("llama", "v-half", "zero3", True),
+    Kills("granitemoe", "zero3", "v-half", False),
 ]
 
 
