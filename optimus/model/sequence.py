@@ -46,7 +46,7 @@ class SequenceSplit:
         """Returns the same split with attention within each of `documents`."""
         return type(self)(documents)
 
-    def part(self, number: int, parts: int) -> Self:
+    def part(self, number: int, parts: int) -> "Self":
         """Returns the same split for the sequences of part `number` of `parts` equal parts of the batch."""
         if self._documents is None:
             return self
