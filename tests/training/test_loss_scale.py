@@ -1,6 +1,7 @@
 """Training in float16 with dynamic loss scaling: what is skipped and when, in every layout, and over a whole run."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -349,6 +350,27 @@ def test_a_resumed_run_has_the_scale_and_the_counts(small_run: dict[str, Any], t
     scale = trainer.progress.loss_scale
     assert scale is not None
     assert (trainer.progress.step, scale.value, trainer.progress.overflows) == (14, whole[13][2], overflows[13])
+
+
+def test_another_precision_goes_on_with_the_schedule(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """A run that leaves float16 after overflows has the same rates and losses however often it stops."""
+    config = in_float16(small_run, initial=2.0**32)
+    config["train"]["steps"] = 20
+    optimus.train(config, ["train.stop_at=10"])
+    shutil.copytree(config["train"]["output"], tmp_path / "parted")
+    del config["train"]["loss_scale"]
+    config["train"]["precision"] = "bfloat16"
+    optimus.train(config, resume=True)
+    parted = config | {"train": config["train"] | {"output": str(tmp_path / "parted")}}
+    for stop in (13, 16, 20):
+        optimus.train(parted, [f"train.stop_at={stop}"], resume=True)
+    whole, resumed = (
+        [(record["lr"], record["loss"]) for record in read_metrics(Path(each["train"]["output"]))]
+        for each in (config, parted)
+    )
+    assert resumed == whole
+    progress = read_description(list_checkpoints(tmp_path / "parted")[-1]).progress
+    assert progress["updates"] == 20 - progress["overflows"] == 20 - progress["schedule_lag"] < 20
 
 
 def test_overflows_trip_no_policy(small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
