@@ -402,7 +402,9 @@ def test_gradients_that_overflow_at_the_smallest_scale_end_the_run(
     monkeypatch.setattr(step, "objective", lambda *given: right(*given) * math.inf)
     config = in_float16(small_run, initial=8.0) | {"resilience": {"max_skipped": 1}}
     with pytest.raises(
-        optimus.UserError, match=r"step 5: loss 5\.\S* or gradient norm \w+ is not finite, for 2 steps in"
+        optimus.UserError,
+        match=r"step 5: loss 5\.\S* or gradient norm \w+ is not finite at the smallest loss scale "
+        r"\(train\.loss_scale\.minimum is 1: lower it, or choose another train\.precision\), for 2 steps in",
     ):
         optimus.train(config)
     records = read_metrics(Path(config["train"]["output"]))
