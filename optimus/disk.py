@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from optimus.copies import is_url, url_text
-from optimus.errors import UserError, how_to_install
+from optimus.errors import UserError, how_to_install, naming_read_errors
 
 _LONGEST, _LONGEST_PATH = 255, 4095  # bytes that Linux allows in a file name, and in a path
 _LONGEST_NAME = 200  # bytes; leaves room for the suffixes of incomplete files
@@ -139,6 +139,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_mapped(path: Path, size: int) -> None:
+    """Raises `UserError` if a file, mapped when it had `size` bytes, is shorter now: a read behind its new end would kill
+    the process (SIGBUS).
+
+    A file that was deleted stays readable.
+    """
+    with naming_read_errors(path), suppress(FileNotFoundError):
+        if (found := path.stat().st_size) < size:
+            raise UserError(
+                f"{path} has {found:,} bytes, but {size:,} when it was opened: it was truncated meanwhile. Restore it"
+            )
 
 
 def file_system_time(folder: Path) -> float:

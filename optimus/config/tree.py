@@ -365,6 +365,12 @@ class LossScaleConfig(Section):
     def _order(self) -> "LossScaleConfig":
         if self.minimum > self.initial:
             raise ValueError(f"minimum {self.minimum:g} is above initial {self.initial:g}: lower it")
+        # The loss, the scale and the scale's inverse are numbers of fp32.
+        if self.initial > 2.0**127 or self.minimum < 2.0**-126:
+            beyond = f"initial {self.initial:g}" if self.initial > 2.0**127 else f"minimum {self.minimum:g}"
+            raise ValueError(
+                f"{beyond} is beyond the range of float32: give scales from 2^-126 (1.2e-38) to 2^127 (1.7e38)"
+            )
         return self
 
 

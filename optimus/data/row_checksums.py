@@ -24,7 +24,7 @@ class RowChecksums:
     """
 
     def __init__(self, path: Path, rows: int) -> None:
-        self._path = path
+        self.path = path
         with self._naming():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -45,7 +45,7 @@ class RowChecksums:
         os.close(self._file)
 
     def _naming(self) -> Any:
-        return naming_disk_errors(self._path, "Free space, or correct the folder's permissions")
+        return naming_disk_errors(self.path, "Free space, or correct the folder's permissions")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from optimus.data.contamination import WORDS
 from optimus.data.remote import RemoteFolder, is_remote
 from optimus.data.selection import Selection
 from optimus.data.token_formats import WRITTEN
-from optimus.disk import parse_json, plain_name, user_path
+from optimus.disk import check_mapped, parse_json, plain_name, user_path
 from optimus.errors import UserError, naming_read_errors
 
 INDEX = "index.json"
@@ -259,6 +259,9 @@ class Shards:
                     self._verify(shard)
                     self._verified.add(shard)
         path = self.folder / self.index["shards"][shard]["file"]
+        check_mapped(path, _mapped_bytes(self._array(shard)))
+        if self._sums is not None:
+            check_mapped(self.folder / SUMS, _mapped_bytes(self._sums))
         sums = [] if self._sums is None else self._sums[start : start + len(rows)].tolist()
         for number, (row, expected) in enumerate(zip(rows, sums), start):
             if zlib.crc32(row) != expected:
@@ -328,6 +331,11 @@ class Shards:
             wanted = f"{INDEX} says {np.dtype(dtype)} of shape {shape}"
             raise _damaged(path, f"contains {array.dtype} of shape {array.shape}, but {wanted}")
         return array
+
+
+def _mapped_bytes(array: NDArray[Any]) -> int:
+    """Returns the end of an array in its file: `np.load` maps the file behind the header."""
+    return int(getattr(array, "offset", 0)) + array.nbytes
 
 
 def _damaged(path: Path, what: str) -> UserError:

@@ -106,7 +106,8 @@ class TokenFileRows(UnshardedRows):
         if self._checksums is not None and not self._checksums.is_same(part, row_S):
             raise UserError(
                 f"{self._stream.where(first)}: {self.context} tokens or their documents are others than when the run read "
-                "them first: restore the file, or begin a new run"
+                "them first: restore the file, or begin a new run. If the file has not changed, its checksums are damaged: "
+                f"delete {self._checksums.path}"
             )
         return row_S
 

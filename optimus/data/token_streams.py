@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from optimus.data.files import ZstdStream
 from optimus.data.remote import RemoteFolder, is_remote, put
 from optimus.data.token_formats import TokenFormatRow
-from optimus.disk import parse_json, plain_path, user_path
+from optimus.disk import check_mapped, parse_json, plain_path, user_path
 from optimus.errors import UserError, naming_read_errors
 
 Tokens = NDArray[np.integer[Any]]
@@ -117,6 +117,7 @@ class _Flat:
             )
 
     def read(self, start: int, stop: int) -> Tokens:
+        check_mapped(self.path, self.byte(self.tokens))
         return self._array[start:stop]
 
     def byte(self, token: int) -> int:
@@ -140,7 +141,7 @@ class _Megatron(TokenStream):
         if len(head) < 34 or head[:9] != MEGATRON_MAGIC or head[17] not in MEGATRON_TYPES:
             raise UserError(f"{self._index} is not an index of Megatron-LM (MMIDIDX, with integers): write it again")
         version, sequences, borders = (int.from_bytes(head[at : at + 8], "little") for at in (9, 18, 26))
-        size = self._index.stat().st_size
+        self._index_size = size = self._index.stat().st_size
         if version != 1 or size < 34 + 12 * sequences + 8 * borders:
             raise UserError(
                 f"{self._index} has version {version} and {size:,} bytes, but version 1 with {sequences:,} sequences and "
@@ -170,6 +171,7 @@ class _Megatron(TokenStream):
         return [self._index, *super().files]
 
     def begins(self, start: int, stop: int) -> NDArray[np.int64]:
+        check_mapped(self._index, self._index_size)
         first, last = (bisect_left(self._bytes_Q, token * self._item) for token in (start, stop))
         self._check(max(0, first - 1), min(last + 1, len(self._bytes_Q)))
         low, high = (bisect_left(self._borders_B, sequence) for sequence in (first, last))
@@ -266,6 +268,7 @@ class _MdsShard:
 
     def read(self, start: int, stop: int) -> Tokens:
         found, parts = self._locate(self), []
+        check_mapped(self.path, len(found.data))
         while start < stop:
             sample = int(np.searchsorted(found.end_S, start, "right"))
             first, end = (int(found.end_S[sample - 1]) if sample else 0), min(stop, int(found.end_S[sample]))

@@ -76,7 +76,7 @@ def cache_size(run: ResolvedRun) -> Decided:
     block = max(largest_block(run.chunk_plans(rank, 0.0)) for rank in run.stage_ranks)
     if parse_size(size) < block:
         raise UserError(
-            f"state.cache {size}: the largest chunk of parameters has {size_text(block)}: give at least so much, or choose "
+            f"state.cache {size}: the largest chunk of parameters has {size_text(block)}: give at least {block}B, or choose "
             "a smaller state.chunk or smaller state.chunk_sizes"
         )
     return Decided(

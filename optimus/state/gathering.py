@@ -182,8 +182,8 @@ class ParameterPrefetcher:
         for chunk in chunks:
             if not self._evict_for(chunk, chunks):
                 raise UserError(
-                    f"state.cache {self._cache}: a module uses parameters of {len(chunks)} chunks at a time: raise it to "
-                    f"{len(chunks)}"
+                    f"state.cache: a module uses parameters of {len(chunks)} chunks at a time, but the cache has room for "
+                    f"{self._cache}: raise it to {len(chunks)}, or to the memory of {len(chunks)} of the largest chunks"
                 )
             chunk.unsharded.gather()
             if chunk in self._traced:

@@ -141,11 +141,11 @@ def describe(
 
 
 def _loss_scaling(progress: Progress) -> dict[str, float]:
+    """Returns the loss scale, and the counts of overflows, which a run keeps when it goes on in another precision."""
     scale = progress.loss_scale
-    if scale is None:
-        return {}
+    found = {} if scale is None else {"loss_scale": scale.value, "finite_steps": scale.finite_steps}
     counts = {"overflows": progress.overflows, "schedule_lag": progress.schedule_lag}
-    return {"loss_scale": scale.value, "finite_steps": scale.finite_steps, **counts}
+    return found | (counts if scale is not None or progress.overflows else {})
 
 
 def _random_states(device: torch.device) -> dict[str, str]:

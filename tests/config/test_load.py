@@ -129,6 +129,14 @@ def test_a_model_folder_brings_its_sections(tmp_path: Path) -> None:
             ["train.precision=float16", "train.loss_scale.minimum=1e6"],
             r"train\.loss_scale: minimum 1e\+06 is above initial 65536: lower it",
         ),
+        (
+            ["train.precision=float16", "train.loss_scale.initial=1e39"],
+            r"train\.loss_scale: initial 1e\+39 is beyond the range of float32: give scales from 2\^-126",
+        ),
+        (
+            ["train.precision=float16", "train.loss_scale.minimum=1e-60"],
+            r"train\.loss_scale: minimum 1e-60 is beyond the range of float32",
+        ),
         (["train.precision=float16", "train.loss_scale.growth_factor=1"], r"growth_factor' is 1: it must be greater than 1"),
         (["train.precision=float16", "train.loss_scale.backoff_factor=1"], r"backoff_factor' is 1: it must be less than 1"),
         (

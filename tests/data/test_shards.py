@@ -1,6 +1,7 @@
 """An opened folder returns the written data, and detects missing, damaged and changed files."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def test_truncated_shard(copy: Path, left: int) -> None:
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(UserError, match=r"shard-00001\.npy is truncated or damaged"):
         Shards(copy)
+
+
+@pytest.mark.parametrize("name", ["shard-00001.npy", "sums.npy"])
+def test_a_file_that_is_truncated_after_it_was_opened(copy: Path, name: str) -> None:
+    """Reading a mapped file behind its end would kill the process (SIGBUS)."""
+    shards = Shards(copy)
+    size = (copy / name).stat().st_size
+    os.truncate(copy / name, 300)
+    with pytest.raises(UserError, match=rf"{name} has 300 bytes, but {size:,} when it was opened: .* Restore it$"):
+        shards.rows(0, shards.instances)
 
 
 def test_shard_of_another_shape(copy: Path) -> None:

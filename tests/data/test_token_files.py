@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import struct
 import tracemalloc
 import zlib
@@ -315,11 +316,48 @@ def test_a_row_that_changes_after_its_first_read_is_named(
             assert f"{data}, byte {at:,}: 32 tokens or their documents are others than when the run read" in str(
                 caught.value
             )
+            assert str(caught.value).endswith(f"delete {file}")
     over(data, at, bytes([byte]))
     with again.keeping_checksums(folder):
         assert np.array_equal(again.stored_rows(0, 3), first)
     with pytest.raises(UserError, match=r"cannot write .*Free space"), again.keeping_checksums(data):
         pass
+
+
+def test_damaged_checksums_are_named_and_can_be_deleted(
+    ours: Shards, documents: list[list[int]], tmp_path: Path
+) -> None:
+    rows, folder = rows_of(FORMS["npy"](tmp_path, documents), ours, tmp_path), tmp_path / "sums"
+    with rows.keeping_checksums(folder):
+        first = rows.stored_rows(0, 3)
+    (file,) = folder.iterdir()
+    file.write_bytes(b"\x07" * file.stat().st_size)
+    with rows.keeping_checksums(folder), pytest.raises(UserError, match="If the file has not changed") as caught:
+        rows.stored_rows(0, 3)
+    Path(str(caught.value).rpartition("delete ")[2]).unlink()
+    with rows.keeping_checksums(folder):
+        assert np.array_equal(rows.stored_rows(0, 3), first)
+
+
+@pytest.mark.parametrize("form", ["megatron", "npy", "mds"])
+def test_a_file_that_is_truncated_after_it_was_opened_is_named(
+    ours: Shards, documents: list[list[int]], tmp_path: Path, form: str
+) -> None:
+    """Reading a mapped file behind its end would kill the process (SIGBUS)."""
+    rows = rows_of(FORMS[form](tmp_path, documents), ours, tmp_path)
+    first = rows.stored_rows(0, rows.instances)
+    for file in rows.files:
+        content = file.read_bytes()
+        os.truncate(file, 0)
+        with pytest.raises(UserError, match=rf"^{file} has 0 bytes, "):
+            rows.stored_rows(0, rows.instances)
+        file.write_bytes(content)
+    assert np.array_equal(rows.stored_rows(0, rows.instances), first)
+    if form == "mds":  # which maps few shards at a time
+        return
+    for file in rows.files:
+        file.unlink()
+    assert np.array_equal(rows.stored_rows(0, rows.instances), first)  # the mapping keeps deleted files
 
 
 def test_a_run_keeps_checksums_of_the_rows_that_it_reads(

@@ -188,7 +188,8 @@ def test_a_cache_of_so_many_bytes(sharding: dict[str, str]) -> None:
         assert why.startswith(f"{size} have room for so many blocks of ")
         assert memory(run, 0).parameters_in_use == memory(found(blocks), 0).parameters_in_use
     with pytest.raises(
-        UserError, match=rf"^state\.cache {block - 1}B: the largest chunk of parameters has .*: give at l"
+        UserError,
+        match=rf"^state\.cache {block - 1}B: the largest chunk of parameters has .*: give at least {block}B, or",
     ):
         found(f"{block - 1}B")
 

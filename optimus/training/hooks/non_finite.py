@@ -1,5 +1,7 @@
 """Ends a run after too many consecutive steps with a loss or gradients unfit for an update."""
 
+import math
+
 from optimus.errors import UserError
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
@@ -18,6 +20,11 @@ class NonFinite(Hook):
         self._in_a_row = self._in_a_row + 1 if record.result.unfit else 0
         if self._in_a_row > trainer.config.resilience.max_skipped:
             what = "has no finite square in fp32" if record.result.huge else "is not finite"
+            if trainer.progress.loss_scale is not None and math.isfinite(record.result.loss) and not record.result.huge:
+                what += (
+                    " at the smallest loss scale (train.loss_scale.minimum is "
+                    f"{trainer.config.train.loss_scale.minimum:g}: lower it, or choose another train.precision)"
+                )
             error = UserError(
                 f"step {record.step}: loss {record.result.loss} or gradient norm {record.result.grad_norm} {what}, for "
                 f"{self._in_a_row} steps in a row (resilience.max_skipped is {trainer.config.resilience.max_skipped}). None "
