@@ -14,7 +14,16 @@ from optimus.mesh import Mesh
 from optimus.plan.chunks import PartCounts
 from optimus.plan.costs import costs_of
 from optimus.plan.job import Job
-from optimus.plan.layers import LayerStrategy, Layerwise, Option, cheapest, stage_parts, strategies_of, with_strategies
+from optimus.plan.layers import (
+    LayerStrategy,
+    Layerwise,
+    Option,
+    cheapest,
+    stage_parts,
+    strategies_of,
+    with_degree,
+    with_strategies,
+)
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import activations_of, device_capacity, memory_of, ranks_of, run_activations, state_of
 from optimus.plan.prediction import predict
@@ -153,6 +162,16 @@ def test_the_fastest_tensor_parallelism_by_layer_is_found(memory: float) -> None
     least = min(seconds for seconds, size in zip(times, sizes) if size <= room)
     assert least <= min(step_time(each).seconds for each in found) <= 1.01 * least
     assert least < times[0]
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_context_parallelism_stays_between_nodes(method: str) -> None:
+    """The context-parallel ranks of a layer are as far apart with fewer tensor-parallel ranks."""
+    mesh, sections = Mesh(cp=2, tp=8), {"train": {"global_batch": 16}, "parallel": {"context_method": method}}
+    plain = job(SMALL, load_machine("dgx-a100"), mesh, 8192, 8, 1).changed(**sections)
+    times = [step_time(each).terms["context_parallel"] for each in (plain, *(with_degree(plain, n) for n in (4, 2, 1)))]
+    assert times == pytest.approx([times[0]] * 4)
+    assert times[0] > 0
 
 
 # ---- In the search ----
