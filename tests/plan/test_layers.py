@@ -174,6 +174,34 @@ def test_context_parallelism_stays_between_nodes(method: str) -> None:
     assert times[0] > 0
 
 
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_micro_batches_share_no_times_of_the_state(share: float) -> None:
+    """Costs that the search has found for a small micro-batch do not decide the layers of a large one, which gathers
+    parameters less often."""
+    model = DENSE.model_copy(update={"layers": 4, "vocab": 4096})
+    small, large = (
+        job(model, load_machine("dgx-a100"), Mesh(dp=4, tp=2), 512, batch, 32 // batch).changed(
+            train={"global_batch": 128}, state={"shard": "parameters"}
+        )
+        for batch in (2, 32)
+    )
+    strategies, shared = strategies_of(large, [frozenset(), frozenset({"block"})]), dict[Any, Any]()
+    sizes = [memory_of(with_strategies(large, [each] * model.layers)).total for each in strategies]
+    room = min(sizes) + share * (max(sizes) - min(sizes))
+
+    def free(job: Job, stages: tuple[PartCounts, ...]) -> float:
+        ((state, _),) = state_of([stages], job)
+        return room - sum(state.values())
+
+    def found(job: Job, shared: dict[Any, Any]) -> list[Job]:
+        return [*Layerwise(strategies, stage_parts(job)).fitted(job, costs_of(job, shared), free)]
+
+    found(small, shared)
+    after, alone = (found(large, known) for known in (shared, dict[Any, Any]()))
+    assert alone
+    assert [each.parallel.layers for each in after] == [each.parallel.layers for each in alone]
+
+
 # ---- In the search ----
 
 DENSE = ModelConfig(family="llama", hidden=2048, layers=16, heads=16, kv_heads=16, intermediate=5632, vocab=32000)
