@@ -247,6 +247,17 @@ def test_no_plan_is_slower_than_the_best_uniform_one(
         assert memory_of(plan.job).total <= device_capacity(plan.job)
 
 
+def test_state_is_sharded_over_the_ranks_that_share_sequences() -> None:
+    """Tensor-parallel groups of all ranks leave no data parallelism, but layers with fewer ranks have replicas."""
+    small = WIDE.model_copy(update={"hidden": 1024, "layers": 4, "heads": 8, "kv_heads": 8, "intermediate": 2816})
+    given = asked(small, "dgx-h100", 4, 5e9, batch=16)
+    (uniform,), (layered,) = search(given, 1), search(given, 1, layers=True)
+    assert layered.job.mesh.tp == 4
+    assert layered.job.state.shard != "none"
+    assert {each.tensor for each in layered.job.parallel.layers} == {1}
+    assert layered.step.seconds < 0.9 * uniform.step.seconds
+
+
 def test_ranges_are_written_as_a_configuration() -> None:
     """The most frequent recomputation is `recompute`; neighbours with another one are a range."""
     plain = asked(DENSE, "dgx-a100", 8, 40e9)
