@@ -262,7 +262,8 @@ def sharded(job: Job, *, layers: bool = False) -> Iterator[tuple[Shard, int | Sh
     """
     mesh = job.mesh
     yield "none", None
-    if mesh.stage == mesh.tp and not (layers and mesh.tp_out > 1):
+    fewer = layers and mesh.tp_in == 1 < mesh.tp_out and job.parallel.splits_sequence
+    if mesh.stage == mesh.tp and not fewer:
         return
     node = job.machine.ranks_per_node // mesh.tp
     replicas = {mesh.dp, mesh.edp} if job.model.experts else {mesh.dp}
