@@ -191,7 +191,7 @@ def test_shard_ranks_of_parameters_that_tensor_ranks_also_sum() -> None:
 
 
 def test_shard_ranks_of_layers_whose_tensor_ranks_share_sequences() -> None:
-    """In a layer with two of eight tensor-parallel ranks, four groups of ranks have the same parameters."""
+    """Four groups of ranks have the same parameters in a layer with two of eight tensor-parallel ranks."""
     runs, in_run = runs_of_tensor(2)
     layouts = {"up": Layout((8, 8), ((0, in_run),), partial_axes=("dp", "cp", runs))}
     check_shard_ranks(layouts, Mesh(dp=2, tp=8), StateConfig(shard="optimizer", shard_ranks=8))
