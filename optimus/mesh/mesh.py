@@ -31,6 +31,11 @@ def runs_of_tensor(ranks: int) -> tuple[str, str]:
     return f"{_RUNS}{ranks}", f"{_IN_RUN}{ranks}"
 
 
+def divides_data(axis: str) -> bool:
+    """Returns True for an axis of data parallelism, also within a layer: its ranks compute with different tokens."""
+    return axis in ("dp", "cp", "edp") or axis.startswith(_RUNS)
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Sizes of the axes, and the order of the ranks.

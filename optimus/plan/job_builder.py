@@ -58,13 +58,13 @@ def plan(
     """Returns plans for `model` on `ranks` ranks of a machine: by default up to `best` plans, fastest first.
 
     `model` is a YAML file of a run, a preset or a Hugging Face folder. With `as_is`, the plan has the configured
-    layout. With `layers`, the plans may recompute other modules in some layers than in others. With `largest`, the
-    plans are for models with about as many layers as fit. With `scale`, the answer has a plan for each number of ranks
-    in `scale`; `scaling` says whether the batch grows with the ranks (weak) or stays (strong). With `until`, `tokens=N`
-    or `loss=X`, the answer has the time of each plan until then; `loss_curve` is a file, or a law such as
-    `E=1.7,B=500,beta=0.3`, and is needed for a loss. The experts of the most loaded rank get `imbalance` times the mean
-    number of tokens. `what_if` changes the machine or the framework profile. `links` is a file with the bandwidth
-    between nodes. Raises `UserError` for an invalid request.
+    layout. With `layers`, some layers may recompute other modules or have fewer tensor-parallel ranks than others. With
+    `largest`, the plans are for models with about as many layers as fit. With `scale`, the answer has a plan for each
+    number of ranks in `scale`; `scaling` says whether the batch grows with the ranks (weak) or stays (strong). With
+    `until`, `tokens=N` or `loss=X`, the answer has the time of each plan until then; `loss_curve` is a file, or a law
+    such as `E=1.7,B=500,beta=0.3`, and is needed for a loss. The experts of the most loaded rank get `imbalance` times
+    the mean number of tokens. `what_if` changes the machine or the framework profile. `links` is a file with the
+    bandwidth between nodes. Raises `UserError` for an invalid request.
 
     Example:
         plans = api.plan("mula-7b-a1b", machine="dgx-h100", ranks=8, best=3).plans

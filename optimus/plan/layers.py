@@ -244,7 +244,7 @@ def _layer_state(work: RankCosts, layer: int) -> tuple[float, float]:
         ((parts, _),) = state_of([(counts,)], work.job)
         return state_seconds(work, counts), sum(parts.values())
 
-    return work.memo(("layer", layer, work.job.degrees), found)
+    return work.memo(("layer", layer, work.job.microbatches), found)
 
 
 def _in_order(counts: PartCounts, chosen: Sequence[int]) -> list[int]:

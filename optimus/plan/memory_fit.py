@@ -164,7 +164,7 @@ class Fitting:
         key = job.mesh, job.parallel.stages_per_rank, job.first_last_apart, job.microbatches > 1
         if key not in self._ways:
             ranks = [*dict.fromkeys(part_counts_of_ranks(job))]
-            ways = (_Way(*way, free_after_state(ranks, held(job, *way))) for way in sharded(job))
+            ways = (_Way(*way, free_after_state(ranks, held(job, *way))) for way in sharded(job, layers=self._layers))
             self._ways[key] = [way for way in ways if min(way.free_bytes) > 0]
         return self._ways[key]
 
@@ -254,14 +254,16 @@ def recomputed(job: Job, recompute: frozenset[str]) -> Job:
     return job.changed(recompute=[kind for kind in KINDS if kind in recompute])
 
 
-def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
+def sharded(job: Job, *, layers: bool = False) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
     """Yields the ways to shard the state that the search tries, as (sharding, width).
 
-    A width is a value of `state.shard_ranks`.
+    A width is a value of `state.shard_ranks`. With `layers`, some layers may have fewer tensor-parallel ranks than the
+    mesh, whose others then have the same parameters.
     """
     mesh = job.mesh
     yield "none", None
-    if mesh.stage == mesh.tp:
+    fewer = layers and mesh.tp_in == 1 < mesh.tp_out and job.parallel.splits_sequence
+    if mesh.stage == mesh.tp and not fewer:
         return
     node = job.machine.ranks_per_node // mesh.tp
     replicas = {mesh.dp, mesh.edp} if job.model.experts else {mesh.dp}

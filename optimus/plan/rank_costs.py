@@ -79,6 +79,7 @@ class RankCosts(ABC):
         self.R = self.T // mesh.tp_out if job.parallel.splits_sequence else self.T
         self.H = self.model.hidden / mesh.tp_in
         self.e = job.itemsize
+        self._context = job.group("cp")
         self._known: dict[Any, Any] = {}
         self._shared: dict[Any, dict[Any, Any]] = {} if shared is None else shared
         self._held: dict[Any, Any] | None = None  # part of `_shared` for the mesh and sharding
@@ -159,6 +160,7 @@ class RankCosts(ABC):
     def _with_tensor(self, ranks: int) -> "RankCosts":
         costs = type(self)(self.job.with_tensor(ranks), self._shared)
         costs.collectives = self.collectives
+        costs._context = self._context  # the other tensor-parallel ranks lie between those of a context-parallel group
         return costs
 
     @property
@@ -233,7 +235,7 @@ class RankCosts(ABC):
         job, mesh = self.job, self.job.mesh
         if mesh.cp == 1:
             return 0.0, 0.0
-        group = job.group("cp")
+        group = self._context
         if job.parallel.context_method == "ulysses":
             once = self.collective("all_to_all", exchanged + shared, group)
             return once, once

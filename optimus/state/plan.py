@@ -16,6 +16,7 @@ from torch import Tensor
 from optimus.config.tree import StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh, RankPartition
+from optimus.mesh.mesh import divides_data
 from optimus.optim.rule import Rule
 from optimus.state.buffers import ALIGN, KINDS, RESIDENCES, Buffer, Lifetime, Residency, ShardDepths, aligned, buffers
 from optimus.state.masks import MaskForm, MaskPlan, bits_of
@@ -595,8 +596,7 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
     """Raises `UserError` if `shard_ranks` exceeds the number of data-parallel replicas of every parameter."""
     wanted = max(width or 0 for width in shard_widths(options.shard, options.shard_ranks))
     over_all = options.model_copy(update={"shard_ranks": None})
-    data = "dp", "cp", "edp"
-    axes = {tuple(axis for axis in layout.partial_axes if axis in data) for layout in layouts.values()}
+    axes = {tuple(filter(divides_data, layout.partial_axes)) for layout in layouts.values()}
     most = max(len(shard_groups(mesh, mesh.group(0, each), over_all)[0]) for each in axes)
     if wanted > most:
         cure = f"at most {most}, or remove it for all replicas" if most > 1 else "1, or remove it"

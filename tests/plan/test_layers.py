@@ -14,7 +14,16 @@ from optimus.mesh import Mesh
 from optimus.plan.chunks import PartCounts
 from optimus.plan.costs import costs_of
 from optimus.plan.job import Job
-from optimus.plan.layers import LayerStrategy, Layerwise, Option, cheapest, stage_parts, strategies_of, with_strategies
+from optimus.plan.layers import (
+    LayerStrategy,
+    Layerwise,
+    Option,
+    cheapest,
+    stage_parts,
+    strategies_of,
+    with_degree,
+    with_strategies,
+)
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import activations_of, device_capacity, memory_of, ranks_of, run_activations, state_of
 from optimus.plan.prediction import predict
@@ -155,6 +164,44 @@ def test_the_fastest_tensor_parallelism_by_layer_is_found(memory: float) -> None
     assert least < times[0]
 
 
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_context_parallelism_stays_between_nodes(method: str) -> None:
+    """The context-parallel ranks of a layer are as far apart with fewer tensor-parallel ranks."""
+    mesh, sections = Mesh(cp=2, tp=8), {"train": {"global_batch": 16}, "parallel": {"context_method": method}}
+    plain = job(SMALL, load_machine("dgx-a100"), mesh, 8192, 8, 1).changed(**sections)
+    times = [step_time(each).terms["context_parallel"] for each in (plain, *(with_degree(plain, n) for n in (4, 2, 1)))]
+    assert times == pytest.approx([times[0]] * 4)
+    assert times[0] > 0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_micro_batches_share_no_times_of_the_state(share: float) -> None:
+    """Costs that the search has found for a small micro-batch do not decide the layers of a large one, which gathers
+    parameters less often."""
+    model = DENSE.model_copy(update={"layers": 4, "vocab": 4096})
+    small, large = (
+        job(model, load_machine("dgx-a100"), Mesh(dp=4, tp=2), 512, batch, 32 // batch).changed(
+            train={"global_batch": 128}, state={"shard": "parameters"}
+        )
+        for batch in (2, 32)
+    )
+    strategies, shared = strategies_of(large, [frozenset(), frozenset({"block"})]), dict[Any, Any]()
+    sizes = [memory_of(with_strategies(large, [each] * model.layers)).total for each in strategies]
+    room = min(sizes) + share * (max(sizes) - min(sizes))
+
+    def free(job: Job, stages: tuple[PartCounts, ...]) -> float:
+        ((state, _),) = state_of([stages], job)
+        return room - sum(state.values())
+
+    def found(job: Job, shared: dict[Any, Any]) -> list[Job]:
+        return [*Layerwise(strategies, stage_parts(job)).fitted(job, costs_of(job, shared), free)]
+
+    found(small, shared)
+    after, alone = (found(large, known) for known in (shared, dict[Any, Any]()))
+    assert alone
+    assert [each.parallel.layers for each in after] == [each.parallel.layers for each in alone]
+
+
 # ---- In the search ----
 
 DENSE = ModelConfig(family="llama", hidden=2048, layers=16, heads=16, kv_heads=16, intermediate=5632, vocab=32000)
@@ -198,6 +245,17 @@ def test_no_plan_is_slower_than_the_best_uniform_one(
         assert config.parallel.layers == plan.job.parallel.layers
         assert predict(plan.job).step.seconds == plan.step.seconds
         assert memory_of(plan.job).total <= device_capacity(plan.job)
+
+
+def test_state_is_sharded_over_the_ranks_that_share_sequences() -> None:
+    """Tensor-parallel groups of all ranks leave no data parallelism, but layers with fewer ranks have replicas."""
+    small = WIDE.model_copy(update={"hidden": 1024, "layers": 4, "heads": 8, "kv_heads": 8, "intermediate": 2816})
+    given = asked(small, "dgx-h100", 4, 5e9, batch=16)
+    (uniform,), (layered,) = search(given, 1), search(given, 1, layers=True)
+    assert layered.job.mesh.tp == 4
+    assert layered.job.state.shard != "none"
+    assert {each.tensor for each in layered.job.parallel.layers} == {1}
+    assert layered.step.seconds < 0.9 * uniform.step.seconds
 
 
 def test_ranges_are_written_as_a_configuration() -> None:

@@ -13,6 +13,7 @@ from helpers.rules import plan_chunks, state_spec
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
+from optimus.mesh.mesh import runs_of_tensor
 from optimus.state.plan import (
     ChunkPlan,
     ChunkSizes,
@@ -187,6 +188,15 @@ def test_shard_ranks_of_parameters_that_tensor_ranks_also_sum() -> None:
     check_shard_ranks(layouts, Mesh(dp=2, tp=2), StateConfig(shard="optimizer", shard_ranks=2))
     with pytest.raises(UserError, match="at most 2 replicas"):
         check_shard_ranks(layouts, Mesh(dp=2, tp=2), StateConfig(shard="optimizer", shard_ranks=4))
+
+
+def test_shard_ranks_of_layers_whose_tensor_ranks_share_sequences() -> None:
+    """Four groups of ranks have the same parameters in a layer with two of eight tensor-parallel ranks."""
+    runs, in_run = runs_of_tensor(2)
+    layouts = {"up": Layout((8, 8), ((0, in_run),), partial_axes=("dp", "cp", runs))}
+    check_shard_ranks(layouts, Mesh(dp=2, tp=8), StateConfig(shard="optimizer", shard_ranks=8))
+    with pytest.raises(UserError, match="at most 8 replicas"):
+        check_shard_ranks(layouts, Mesh(dp=2, tp=8), StateConfig(shard="optimizer", shard_ranks=16))
 
 
 @pytest.mark.parametrize(
