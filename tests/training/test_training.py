@@ -283,10 +283,11 @@ def test_bad_data_on_one_rank_ends_all_and_saves(prepared: Path, small_run: dict
 @pytest.mark.in_turn(0, 3)
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize(("shard", "collective"), [("none", "all_reduce"), ("gradients", "send")])
-def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
+@pytest.mark.parametrize(("shard", "collective"), [("none", "allreduce_"), ("gradients", "send")])
+def test_a_trace_shows_that_gradients_are_sent_during_the_backward_pass(
     small_run: dict[str, Any], shard: str, collective: str
 ) -> None:
+    """Calls that begin transfers lie between operations of the backward pass; their length is up to the machine."""
     small_run["observe"] |= {"profile_step": 3}
     small_run["state"] = {"shard": shard, "chunk": 2000}
     optimus.train(small_run, ranks=2)
@@ -295,10 +296,10 @@ def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
     events = json.loads((folder / "trace-rank-0.json").read_text())["traceEvents"]
     spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X"]
     backward = [span for span in spans if "Backward0" in span[2]]
-    sent = [span for span in spans if span[2].startswith("gloo:") and collective in span[2]]
+    sent = [span for span in spans if span[2] == f"c10d::{collective}"]
     assert len(sent) > 5  # one for each chunk
-    during = [span for span in sent if any(span[0] < start and end < span[1] for start, end, _ in backward)]
-    assert len(during) >= 2  # operations of the backward pass begin and end during the transfer
+    first, last = min(start for start, _, _ in backward), max(start for start, _, _ in backward)
+    assert sum(first < start and end < last for start, end, _ in sent) >= 2
 
 
 @pytest.mark.in_turn(1, 3)
