@@ -31,13 +31,8 @@ class AttentionPositions(NamedTuple):
         position_T = self.position_T.chunk(parts)[number]
         if self.sequence.documents is None:
             return self._replace(position_T=position_T)
-        (cos, sin), (window_cos, window_sin) = self.table, self.window_table
         table, window_table = (
-            (cos.chunk(parts)[number], sin.chunk(parts)[number]),
-            (
-                window_cos.chunk(parts)[number],
-                window_sin.chunk(parts)[number],
-            ),
+            (cos.chunk(parts)[number], sin.chunk(parts)[number]) for cos, sin in (self.table, self.window_table)
         )
         return AttentionPositions(table, window_table, self.sequence.part(number, parts), position_T)
 

@@ -28,7 +28,7 @@ from optimus.resolve.facts import Facts
 from optimus.resolve.parameters import full_model, state_spec_of
 from optimus.resolve.precision import DTYPES, precision
 from optimus.resolve.run import RunInputs
-from optimus.resolve.shapes import recomputation_of
+from optimus.resolve.shapes import recomputation_of, tensor_degrees
 from optimus.resolve.teachers import teacher_models
 
 # For each parameter of `blocks.examples`, in order: tuples (update rule, share of the blocks of the same kind,
@@ -104,7 +104,7 @@ class Job:
     @property
     def degrees(self) -> TensorDegrees:
         """The layers with fewer tensor-parallel ranks."""
-        return TensorDegrees(self.parallel.tensor_ranges)
+        return tensor_degrees(self.config)
 
     @property
     def precision(self) -> str:

@@ -9,11 +9,11 @@ from optimus.config import RunConfig
 from optimus.mesh import Layout, Mesh
 from optimus.model import CausalModel
 from optimus.model.build import causal_model
-from optimus.parallel.degrees import TensorDegrees
 from optimus.parallel.layouts import parameter_layouts
 from optimus.resolve.precision import DTYPES
 from optimus.resolve.rules import check_prunable, pruned_by, rules_of, with_factors
 from optimus.resolve.run import RunInputs
+from optimus.resolve.shapes import tensor_degrees
 from optimus.resolve.stages import tied_embeddings
 from optimus.state.plan import StateSpec
 from optimus.state.pruning import check_blocks
@@ -31,7 +31,7 @@ def layout_options(config: RunConfig) -> dict[str, Any]:
         "duplicates": not config.moe.drop_duplicates,
         "tied_embeddings": tied_embeddings(config),
         "vocabulary": config.parallel.vocabulary,
-        "degrees": TensorDegrees(config.parallel.tensor_ranges),
+        "degrees": tensor_degrees(config),
     }
 
 

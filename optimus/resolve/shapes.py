@@ -18,7 +18,7 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
     return StageOptions(
         force_balanced=config.moe.force_balanced,
         sequence=config.parallel.splits_sequence,
-        degrees=TensorDegrees(config.parallel.tensor_ranges),
+        degrees=tensor_degrees(config),
         overlap=config.parallel.overlap,
         vocabulary=config.parallel.vocabulary,
         context_method=config.parallel.context_method,
@@ -28,6 +28,11 @@ def stage_options(config: RunConfig, recomputation: Recomputation | None = None)
         keep_collectives=config.recompute_collectives == "keep",
         loss=token_loss(config.train.loss.name, config.train.loss.options),
     )
+
+
+def tensor_degrees(config: RunConfig) -> TensorDegrees:
+    """Returns the layers with fewer tensor-parallel ranks than the run."""
+    return TensorDegrees(config.parallel.tensor_ranges)
 
 
 def recomputation_of(config: RunConfig) -> Recomputation:
