@@ -72,4 +72,5 @@ __all__ = [
     "train",
 ]
 
-__getattr__, __dir__ = _lazy_exports(__name__, dict.fromkeys(__all__, "optimus.api"))
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package
+    __getattr__, __dir__ = _lazy_exports(__name__, dict.fromkeys(__all__, "optimus.api"))
