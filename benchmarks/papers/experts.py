@@ -25,9 +25,7 @@ from optimus.plan.machine import load_machine
 from optimus.plan.memory import state_size
 from optimus.plan.step import step_time
 
-# Megatron-LM and DeepSpeed on V100, fitted to BLOOM's first trials. What tensor parallelism and dispatch take is added by
-# `times`.
-_PROFILE = load_profile("megatron-deepspeed-v100").model_copy(update={"overlap_tensor": 1.0, "overlap_expert": 1.0})
+_PROFILE = load_profile("ted-summit")  # `times` adds what tensor parallelism and dispatch take
 BASES = {"1.3B": "XL", "2.7B": "2.7B", "6.7B": "6.7B", "13B": "13B"}
 TENSOR = {"1.3B": 1, "2.7B": 2, "6.7B": 4, "13B": 8}  # sections 7.4.3 and 7.4.4
 BATCH = {"1.3B": 512, "2.7B": 512, "6.7B": 1024, "13B": 2048}  # table 4.1
@@ -185,8 +183,7 @@ def _in_blocks(layers: int, hidden: int, experts: int) -> float:
 
 
 _TED = (
-    "layouts of section 7.4; the microbatch is the fastest that fits; nothing fitted to the dissertation "
-    "(`megatron-deepspeed-v100`)"
+    "layouts of section 7.4; the microbatch is the fastest that fits; `speed` fitted to the four shares of table 7.1"
 )
 
 _DROPPED = (
@@ -194,8 +191,7 @@ _DROPPED = (
     "A rank's messages to 31 others are 130 KB then; a machine file has no cost of each."
 )
 _SPEED = (
-    "The speed is that of BLOOM's first trials, 0.68 of the planner's products. 13B has tensor groups of 8 on nodes of 6, "
-    "two of which share a node's adapters; Summit's bandwidths are the vendor's."
+    "13B has tensor groups of 8 on nodes of 6, two of which share a node's adapters; Summit's bandwidths are the vendor's."
 )
 
 FIGURES: Sequence[Figure] = (

@@ -35,6 +35,11 @@ def test_a_summary_ranks_only_figures_of_more_than_five_points() -> None:
     [
         ("AxoNN 6.9, 6.11", 0.10, 0.85),
         ("AxoNN 6.12", 0.10, 0.85),
+        ("AxoNN 4.2", 0.10, 0.95),
+        ("AxoNN 4.6, 4.7", 0.20, None),
+        ("AxoNN 4.8", 0.20, 0.80),
+        ("AxoNN 7.11", 0.20, None),
+        ("AxoNN table 7.1", 0.20, None),
         ("AxoNN eq. 7.5", 0.02, 0.99),
         ("Optimus 4b", 0.05, None),
         ("Optimus table 3", 0.06, 0.95),
