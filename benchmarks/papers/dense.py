@@ -260,7 +260,9 @@ def breakdown_on_summit() -> list[Point]:
     found = []
     for gpus, published in BREAKDOWN.items():
         dense, pruned = (on_summit("2.7B", gpus, 512, pruned=each) for each in (False, True))
-        bubble, collectives = (dense.step.terms[term] - pruned.step.terms[term] for term in ("pipeline", "data_parallel"))
+        bubble, collectives = (
+            dense.step.terms[term] - pruned.step.terms[term] for term in ("pipeline", "data_parallel")
+        )
         for name, per_cent, seconds in zip(
             ("bubble", "collectives", "compression"), published, (bubble, collectives, compression(pruned))
         ):
@@ -272,16 +274,16 @@ _GRIDS = (
     "each row in the fastest 4D grid of the model; a batch of 16.8 M tokens; one `speed` a machine, fitted to its rows"
 )
 _PIPELINES = (
-    "15/16 of the GPUs, whole nodes; the fewest stages that fit beside 4 GB for CUDA, NCCL and MPI, which were chosen so that "
-    "the bubbles are those of figure 4.8; neighbouring ranks are a pipeline's stages, as in AxoNN's program"
+    "15/16 of the GPUs, whole nodes; the fewest stages that fit beside 4 GB for CUDA, NCCL and MPI, which were chosen so "
+    "that the bubbles are those of figure 4.8; neighbouring ranks are a pipeline's stages, as in AxoNN's program"
 )
 _SAVED = (
     "The text says both 24 and 34 % of 2.7B. 13B has 40 stages without SAMO, of which the longest waits are not predicted: "
     "AxoNN's messages by MPI take 10 ms in figure 4.8, where a link of Summit takes less than 1."
 )
 _COMPRESSED = (
-    "Bytes of compression are fitted to 128 GPUs. Messages between stages are left out: SAMO saves 18, 16 and 4 % of the time "
-    "there, by MPI's 10 ms each, which the planner does not have."
+    "Bytes of compression are fitted to 128 GPUs. Messages between stages are left out: SAMO saves 18, 16 and 4 % of the "
+    "time there, by MPI's 10 ms each, which the planner does not have."
 )
 _WIDE = (
     "Products of 320B and 640B (hidden size 16,384) are taken as before they were tuned: section 5.1.3 says 30.1 s of "
@@ -298,7 +300,11 @@ _DAYS = f"{_WIDE} The text gives 640B 11 times the speed on 16 times the GCDs, a
 FIGURES: Sequence[Figure] = (
     Figure("AxoNN 4.2", "% of peak", throughput_on_summit, _PIPELINES),
     Figure(
-        "AxoNN 4.6, 4.7", "% of time saved", time_saved_on_summit, f"{_PIPELINES}; at the most GPUs of each model", _SAVED
+        "AxoNN 4.6, 4.7",
+        "% of time saved",
+        time_saved_on_summit,
+        f"{_PIPELINES}; at the most GPUs of each model",
+        _SAVED,
     ),
     Figure("AxoNN 4.8", "% of time", breakdown_on_summit, _PIPELINES, _COMPRESSED),
     *(

@@ -182,17 +182,13 @@ def _in_blocks(layers: int, hidden: int, experts: int) -> float:
     return layers * 4 * hidden**2 + layers / 2 * 8 * hidden**2 * (1 + experts)  # without norms and routers
 
 
-_TED = (
-    "layouts of section 7.4; the microbatch is the fastest that fits; `speed` fitted to the four shares of table 7.1"
-)
+_TED = "layouts of section 7.4; the microbatch is the fastest that fits; `speed` fitted to the four shares of table 7.1"
 
 _DROPPED = (
     "The planner's all-to-alls take the time of their bytes, so a quarter of the bytes saves 74 % where 48 % are measured. "
     "A rank's messages to 31 others are 130 KB then; a machine file has no cost of each."
 )
-_SPEED = (
-    "13B has tensor groups of 8 on nodes of 6, two of which share a node's adapters; Summit's bandwidths are the vendor's."
-)
+_SPEED = "13B has tensor groups of 8 on nodes of 6, two of which share a node's adapters; Summit's bandwidths are the vendor's."
 
 FIGURES: Sequence[Figure] = (
     Figure("AxoNN 7.5", "%", optimizations, _TED, _DROPPED),
