@@ -235,7 +235,9 @@ def test_after_an_update_the_learning_rate_may_be_at_fault(
     monkeypatch.setattr("optimus.launch.rank.dry_run", lambda run: "no dry run")
     monkeypatch.setattr(step, "objective", lambda *given: right(*given) * next(factors))
     small_run["resilience"] = {"max_skipped": 1}
-    with pytest.raises(optimus.UserError, match=r"step 3: .* for 2 steps in a row.*Lower lr_schedule\.lr.*`resume=True`"):
+    with pytest.raises(
+        optimus.UserError, match=r"step 3: .* for 2 steps in a row.*Lower lr_schedule\.lr.*`resume=True`"
+    ):
         optimus.train(small_run)
 
 
