@@ -27,10 +27,10 @@ class NonFinite(Hook):
                 )
             if trainer.state.steps or record.result.huge:
                 cure = "Lower lr_schedule.lr or set optimizer.clip_during_warmup=true, then run with `resume=True`"
-            else:  # no learning rate is at fault
+            else:
                 cure = (
-                    "These weights have had no update yet: look at checkpoint.load_path, model, train.loss and "
-                    "train.precision, then begin anew with another train.output"
+                    "These are still the first weights, so no learning rate is at fault: look at checkpoint.load_path, "
+                    "model, train.loss and train.precision, then begin anew with another train.output"
                 )
             error = UserError(
                 f"step {record.step}: loss {record.result.loss} or gradient norm {record.result.grad_norm} {what}, for "
