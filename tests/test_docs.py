@@ -34,7 +34,7 @@ from helpers.pages import Step, masked, missing, steps
 from helpers.sweep import in_turns
 from optimus import api, cli
 from optimus.config import RunConfig
-from optimus.config.load import other_names
+from optimus.config.load import keys_of_section, other_names
 from optimus.observe import progress
 from optimus.observe.metrics import MetricsWriter
 from optimus.plan.machine_template import machine_template
@@ -467,6 +467,18 @@ def test_synonyms_lead_to_keys_that_exist_and_none_is_missing() -> None:
         keys = [word.partition(":")[0] for word in re.findall(r"`([^`]+)`", ours)]
         assert not [key for key in keys if key.partition(".")[0] in sections and key not in known], row
     assert not set(other_names()) - elsewhere
+
+
+def test_keys_in_the_tables_of_a_section_exist() -> None:
+    """Tables headed by "Key of `section`" name keys of that section."""
+    found = 0
+    for page in (ROOT / "docs").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for section, table in re.findall(r"^\| Key of `(\w+)` \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE):
+            named = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
+            assert named <= {*keys_of_section([section], RunConfig)}, page.name
+            found += len(named)
+    assert found > 10
 
 
 def test_everything_public_is_in_the_reference_of_python() -> None:

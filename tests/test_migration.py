@@ -34,7 +34,7 @@ SMALL_MODEL = "{family: llama, hidden: 64, layers: 8, heads: 8, kv_heads: 8, int
 Numbers = dict[str, Any]
 
 # Words of the tables for which the same row names a command, or whose last part is a key of ours for something else.
-NOT_TYPED = {"load_universal", "checkpoint.last_save_in_hf", "validator.steps"}
+NOT_TYPED = {"load_universal", "validator.steps"}
 
 
 def text_of(page: str) -> str:

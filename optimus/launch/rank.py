@@ -175,7 +175,7 @@ def _naming_failures(trainer: Trainer) -> Iterator[None]:
     except (RuleError, RateError) as error:
         raise EndedError(Exit.USER, f"step {trainer.progress.step + 1}: rank {rank}: {error}") from error
     except torch.OutOfMemoryError as error:
-        what = first_line(error).partition(". ")[0]
+        what = first_line(error).partition(" If reserved")[0].rstrip(".")  # what follows is advice
         cure = "choose a smaller train.micro_batch, recompute more activations, or shard or offload more of the state"
         raise EndedError(
             Exit.USER,

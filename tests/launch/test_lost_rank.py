@@ -309,11 +309,12 @@ def test_lack_of_memory_is_nobodys_loss() -> None:
     )
     with (
         pytest.raises(
-            EndedError, match=r"^step 7: rank 2 has no memory left on xpu:0 \(full\): choose a smaller"
+            EndedError,
+            match=r"^step 7: rank 2 has no memory left on xpu:0 \(full\. 2 GiB is reserved but unallocated\): choose a",
         ) as error,
         program._naming_failures(trainer),
     ):
-        raise torch.OutOfMemoryError("full. More of it")
+        raise torch.OutOfMemoryError("full. 2 GiB is reserved but unallocated. If reserved memory is large, try")
     assert program.code_of(error.value) == Exit.USER
 
 

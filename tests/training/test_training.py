@@ -219,13 +219,28 @@ def test_steps_with_infinite_gradients_are_skipped_then_end_the_run(
     right = vocabulary.linear_cross_entropy
     monkeypatch.setattr(vocabulary, "linear_cross_entropy", lambda *of, **how: right(*of, **how) * float("inf"))
     small_run["resilience"] = {"max_skipped": 2}
-    with pytest.raises(optimus.UserError, match=r"not finite, for 3 steps in a row.*`resume=True`"):
+    with pytest.raises(
+        optimus.UserError, match=r"not finite, for 3 steps in a row.*the first weights, so .* look at checkpoint"
+    ):
         optimus.train(small_run)
     records = read_metrics(Path(small_run["train"]["output"]))
     assert [record["skipped_steps"] for record in records] == [1, 2, 3]
     description = read_description(list_checkpoints(Path(small_run["train"]["output"]))[-1])
     assert description.step == 3
     assert description.progress == {"updates": 0, "skipped": 3, "sequences": 24}
+
+
+def test_after_an_update_the_learning_rate_may_be_at_fault(
+    small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, factors = step.objective, iter([1.0] * 2 + [float("inf")] * 4)  # two microbatches a step
+    monkeypatch.setattr("optimus.launch.rank.dry_run", lambda run: "no dry run")
+    monkeypatch.setattr(step, "objective", lambda *given: right(*given) * next(factors))
+    small_run["resilience"] = {"max_skipped": 1}
+    with pytest.raises(
+        optimus.UserError, match=r"step 3: .* for 2 steps in a row.*Lower lr_schedule\.lr.*`resume=True`"
+    ):
+        optimus.train(small_run)
 
 
 def test_huge_gradients_are_noted_and_too_large_ones_end_the_run(

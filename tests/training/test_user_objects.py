@@ -110,6 +110,18 @@ def test_flags_of_an_item(prepared: Path, tmp_path: Path) -> None:
     assert (tokens[:3], mask) == ([5, 6, 7], [True] * 3 + [False] * 3)
 
 
+def test_a_run_without_a_label_says_so_once(prepared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, predicted in (("some", True), ("none", False)):
+        items = [
+            each if predicted else each | {"labels": [-100] * len(each["input_ids"])} for each in map(item, range(8))
+        ]
+        config = config_of(prepared / "tokenizer.json", tmp_path / name)
+        optimus.train(config, data=items)
+        said = re.findall(r"step (\d): no token of the global batch is predicted", capfd.readouterr().err)
+        assert said == ([] if predicted else ["1"])
+        assert [each is None for each in losses(tmp_path / name)] == [not predicted] * 6
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -11,6 +11,7 @@ from optimus.training.hooks.interrupt import Interrupt
 from optimus.training.hooks.lease import LeaseCheck
 from optimus.training.hooks.metrics import Metrics
 from optimus.training.hooks.non_finite import NonFinite
+from optimus.training.hooks.nothing_predicted import NothingPredicted
 from optimus.training.hooks.oversubscription import Oversubscription
 from optimus.training.hooks.pipeline_timeline import PipelineTimeline
 from optimus.training.hooks.pruning import Pruning
@@ -48,7 +49,10 @@ def hooks_of(run: Run, node: str | None = None, holder: str | None = None) -> li
         (config.observe.timeline is not None, PipelineTimeline, ()),
         (config.resilience.on_spike != "nothing", Spikes, (node,)),
         (config.checkpoint.copy_to is not None, CopyCheckpoints, ()),
-        *[(True, each, ()) for each in (HugeGradients, Recovered, TimeLeft, Metrics, Checkpoints, NonFinite, Trace)],
+        *[
+            (True, each, ())
+            for each in (HugeGradients, NothingPredicted, Recovered, TimeLeft, Metrics, Checkpoints, NonFinite, Trace)
+        ],
     ]
     first = run.groups.rank == 0
     return [kind(*given) for wanted, kind, given in chosen if wanted and (first or kind.ranks == "all")]

@@ -25,10 +25,16 @@ class NonFinite(Hook):
                     " at the smallest loss scale (train.loss_scale.minimum is "
                     f"{trainer.config.train.loss_scale.minimum:g}: lower it, or choose another train.precision)"
                 )
+            if trainer.state.steps or record.result.huge:
+                cure = "Lower lr_schedule.lr or set optimizer.clip_during_warmup=true, then run with `resume=True`"
+            else:
+                cure = (
+                    "These are still the first weights, so no learning rate is at fault: look at checkpoint.load_path, "
+                    "model, train.loss and train.precision, then begin anew with another train.output"
+                )
             error = UserError(
                 f"step {record.step}: loss {record.result.loss} or gradient norm {record.result.grad_norm} {what}, for "
                 f"{self._in_a_row} steps in a row (resilience.max_skipped is {trainer.config.resilience.max_skipped}). None "
-                "of their updates was applied. Lower lr_schedule.lr or set optimizer.clip_during_warmup=true, then run with "
-                "`resume=True`"
+                f"of their updates was applied. {cure}"
             )
             trainer.fail(error)
