@@ -93,4 +93,5 @@ __all__ = [
     "record_reader",
 ]
 
-__getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

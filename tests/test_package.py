@@ -103,14 +103,29 @@ def test_help_of_the_package_has_all_of_them() -> None:
         assert f"{name}(" in text
 
 
-def test_type_checkers_know_what_is_loaded_later() -> None:
-    """Every lazy export is imported under TYPE_CHECKING: type checkers read imports, not `__getattr__`."""
-    tree = ast.parse(Path(optimus.__file__).read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    names = [
-        alias.asname or alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+LAZY = [
+    str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "optimus").rglob("*.py"))
+    if "lazy_exports(" in path.read_text(encoding="utf-8") and path.name != "lazy.py"
+]
+
+
+@pytest.mark.parametrize("path", LAZY)
+def test_type_checkers_know_what_is_loaded_later(path: str) -> None:
+    """Every lazy export is imported under TYPE_CHECKING, and `__getattr__` is hidden: a type checker reads imports, and
+    would take any name for one of a module with `__getattr__`."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    blocks = {ast.unparse(node.test): node for node in tree.body if isinstance(node, ast.If)}
+    imported = [
+        alias.asname or alias.name
+        for node in blocks["TYPE_CHECKING"].body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     ]
-    assert sorted(names) == sorted(optimus.__all__)
+    module = importlib.import_module(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    assert set(module.__all__) <= {*imported, *vars(module)}
+    assert "__getattr__" in ast.unparse(blocks["not TYPE_CHECKING"])
+    assert not any("__getattr__" in ast.unparse(node) for node in tree.body if not isinstance(node, ast.If))
 
 
 @pytest.mark.in_turn(2, 3)

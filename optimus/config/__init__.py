@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Architecture", "ModelConfig", "RunConfig", "dump_config", "load_config", "preset_names", "resolve_model"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "Architecture": "optimus.model.architecture",
-        "ModelConfig": "optimus.model.architecture",
-        "RunConfig": "optimus.config.tree",
-        **dict.fromkeys(("dump_config", "load_config", "preset_names", "resolve_model"), "optimus.config.load"),
-    },
-)
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "Architecture": "optimus.model.architecture",
+            "ModelConfig": "optimus.model.architecture",
+            "RunConfig": "optimus.config.tree",
+            **dict.fromkeys(("dump_config", "load_config", "preset_names", "resolve_model"), "optimus.config.load"),
+        },
+    )

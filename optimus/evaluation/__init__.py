@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 __all__ = ["TASKS", "bits_per_byte", "evaluate", "generate", "generate_text"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "bits_per_byte": "optimus.evaluation.text",
-        "evaluate": "optimus.evaluation.run",
-        "generate": "optimus.evaluation.generation",
-        "generate_text": "optimus.evaluation.run",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "bits_per_byte": "optimus.evaluation.text",
+            "evaluate": "optimus.evaluation.run",
+            "generate": "optimus.evaluation.generation",
+            "generate_text": "optimus.evaluation.run",
+        },
+    )

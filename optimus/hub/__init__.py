@@ -34,23 +34,24 @@ __all__ = [
 
 _DROP_IN = "optimus.hub.drop_in"
 _CONFIG, _IMPORTING, _EXPORTING = "optimus.hub.config_json", "optimus.hub.importing", "optimus.hub.exporting"
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "FastSparseMoEBlock": _DROP_IN,
-        "FolderReader": _IMPORTING,
-        "export_adapter": "optimus.hub.adapters",
-        "context_of": _CONFIG,
-        "convert_to_gguf": "optimus.hub.gguf",
-        "export_checkpoint": _EXPORTING,
-        "export_model": _EXPORTING,
-        "import_folder": _IMPORTING,
-        "check_same_folder": _IMPORTING,
-        "omitted_layers": _IMPORTING,
-        "load_weights": _IMPORTING,
-        "no_export": _CONFIG,
-        "read_model_folder": "optimus.hub.sections",
-        "read_published": "optimus.hub.published",
-        "register_experts": _DROP_IN,
-    },
-)
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "FastSparseMoEBlock": _DROP_IN,
+            "FolderReader": _IMPORTING,
+            "export_adapter": "optimus.hub.adapters",
+            "context_of": _CONFIG,
+            "convert_to_gguf": "optimus.hub.gguf",
+            "export_checkpoint": _EXPORTING,
+            "export_model": _EXPORTING,
+            "import_folder": _IMPORTING,
+            "check_same_folder": _IMPORTING,
+            "omitted_layers": _IMPORTING,
+            "load_weights": _IMPORTING,
+            "no_export": _CONFIG,
+            "read_model_folder": "optimus.hub.sections",
+            "read_published": "optimus.hub.published",
+            "register_experts": _DROP_IN,
+        },
+    )

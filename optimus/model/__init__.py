@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "CausalModel", "KVCache", "Losses", "Transformer"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "Batch": "optimus.model.batch",
-        "CausalModel": "optimus.model.causal",
-        "KVCache": "optimus.model.cache",
-        "Losses": "optimus.model.causal",
-        "Transformer": "optimus.model.transformer",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "Batch": "optimus.model.batch",
+            "CausalModel": "optimus.model.causal",
+            "KVCache": "optimus.model.cache",
+            "Losses": "optimus.model.causal",
+            "Transformer": "optimus.model.transformer",
+        },
+    )
