@@ -188,7 +188,7 @@ _DROPPED = (
     "The planner's all-to-alls take the time of their bytes, so a quarter of the bytes saves 74 % where 48 % are measured. "
     "A rank's messages to 31 others are 130 KB then; a machine file has no cost of each."
 )
-_SPEED = "13B has tensor groups of 8 on nodes of 6, two of which share a node's adapters; Summit's bandwidths are the vendor's."
+_SPEED = "13B has tensor groups of 8 on nodes of 6, two of which share a node's adapters; bandwidths are the vendor's."
 
 FIGURES: Sequence[Figure] = (
     Figure("AxoNN 7.5", "%", optimizations, _TED, _DROPPED),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from optimus.config.data import Count, DataConfig
+from optimus.config.data import Count, DataConfig, TokensPath
 from optimus.config.parallel import ParallelConfig
 from optimus.config.pruning import PruningConfig
 from optimus.config.sizes import parse_size
@@ -568,8 +568,9 @@ class ValidationConfig(Section):
 
     name: str | None = None
     """Name in the metrics bits_per_byte/NAME and loss/NAME. One set may have no name."""
-    path: PathOrUrl | None = None
-    """Folder written by `optimus prepare`, read with the `data.documents` of the training; or give text."""
+    path: TokensPath | None = None
+    """Folder written by `optimus prepare`, or token files of another trainer as in `data.sources`, cut into rows of
+    `train.sequence_length` tokens in random order; read with the `data.documents` of the training. Or give text."""
     text: PathOrUrl | None = Field(None, description="File, folder or glob of text.")
     every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
     tokens: Count = Field(1 << 17)
@@ -579,7 +580,9 @@ class ValidationConfig(Section):
     @model_validator(mode="after")
     def _text(self) -> "ValidationConfig":
         if (self.path is None) == (self.text is None):
-            raise ValueError(f"{self.name or 'a set'}: give one of path (prepared data) and text (files)")
+            raise ValueError(
+                f"{self.name or 'a set'}: give one of path (prepared data or token files) and text (files)"
+            )
         if self.max_bytes is not None:
             if self.text is None:
                 raise ValueError(

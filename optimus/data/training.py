@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.config import RunConfig
-from optimus.config.data import DataConfig, SourceConfig
+from optimus.config.data import DataConfig, SourceConfig, split_format
 from optimus.config.phases import Phase, phase_at, phases_of
 from optimus.data.dataset import StreamRows, rows_of
 from optimus.data.mixture import Mixture, integer_weights
@@ -137,6 +137,21 @@ def open_sources(config: RunConfig, dataset: Any = None) -> dict[str, Rows]:
                 f"Prepare it again with `tokenizer={first.folder}`"
             )
     return folders
+
+
+def open_validation(path: str, config: RunConfig, data: Rows) -> Rows:
+    """Opens a validation set: prepared data, or token files of another trainer (`open_token_files`).
+
+    Raises `UserError` unless the tokens have the tokenizer of `data`, which the run trains on.
+    """
+    if split_format(path)[0] is None:
+        rows: Rows = Shards(path, config.train.data_cache)
+        check_same_tokenizer(data, rows)
+        return rows
+    tokenizer, train = str(data.tokenizer_path), config.train
+    return open_token_files(
+        path, tokenizer=tokenizer, context=train.sequence_length, seed=train.seed, cache=train.data_cache
+    )
 
 
 def sequences_in(sources: Mapping[str, Rows], length: int) -> int | None:

@@ -1,12 +1,12 @@
 """Measures the bits per byte of text, a loss that is comparable across tokenizers.
 
-For prepared data, the number of bytes is an estimate.
+For prepared data and token files, the number of bytes is an estimate.
 
 Legend: B rows, S positions, D document starts in a row, N predicted spans of a row.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from optimus.data.documents import read_texts
 from optimus.data.files import resolve
 from optimus.data.inspection import check_beginning
 from optimus.data.packing import documents_BS, padding_BS
-from optimus.data.shards import INSIDE, NOT_PREDICTED, Shards
-from optimus.data.tokenizer import encoder
+from optimus.data.shards import INSIDE, NOT_PREDICTED, Rows, Shards
+from optimus.data.tokenizer import encoder, load
 from optimus.errors import UserError
 from optimus.evaluation.score import TOKENS_PER_BATCH, Scored, Window, score
 
@@ -28,7 +28,7 @@ _TOKENS_AT_ONCE = 1 << 16  # approximate number of tokens of a `Part`
 class Part(NamedTuple):
     """Some windows of a text. `bytes` and `tokens` count the text read so far.
 
-    For prepared data, `tokens` counts only the predicted tokens, and `bytes` is an estimate for these tokens.
+    For rows, `tokens` counts only the predicted tokens, and `bytes` is an estimate for these tokens.
     """
 
     windows: list[Window]
@@ -135,14 +135,14 @@ def _whole_characters(tokenizer: Any, text: str, piece: list[int]) -> tuple[str,
     return found, piece
 
 
-def read_rows(shards: Shards, max_tokens: int, *, documents: bool = False) -> Iterator[Part]:
-    """Yields the first rows of prepared data, up to `max_tokens` but at least one row.
+def read_rows(shards: Rows, max_tokens: int, *, documents: bool = False) -> Iterator[Part]:
+    """Yields the first rows of prepared data or token files, up to `max_tokens` but at least one row.
 
     A window's context is all tokens of the row before the predicted tokens. With `documents`, the context begins with
     the document of the predicted tokens, and the first token of a document is not predicted.
     """
-    bytes_per_token = shards.index["text_bytes"] / shards.stream_tokens
-    rows, predicted = min(shards.instances, max(1, max_tokens // shards.context)), 0
+    bytes_of, rows = _bytes_of(shards), min(shards.instances, max(1, max_tokens // shards.context))
+    predicted, nbytes = 0, 0.0
     at_once = max(1, _TOKENS_AT_ONCE // shards.context)
     for start in range(0, rows, at_once):
         stored_BS = shards.stored_rows(start, min(rows, start + at_once)).astype(np.int64)
@@ -165,7 +165,20 @@ def read_rows(shards: Shards, max_tokens: int, *, documents: bool = False) -> It
             spans = zip(start_N, borders.reshape(-1, 2).tolist())
             windows += [Window(row[start:first], row[first:end]) for start, (first, end) in spans]
         predicted += sum(len(window.continuation) for window in windows)
-        yield Part(windows, round(predicted * bytes_per_token), predicted)
+        nbytes += sum(bytes_of(window.continuation) for window in windows)
+        yield Part(windows, round(nbytes), predicted)
+
+
+def _bytes_of(rows: Rows) -> Callable[[Sequence[int]], float]:
+    """Returns a function that estimates the bytes of text of some tokens.
+
+    For prepared data it uses the mean of all tokens, and else the decoded tokens.
+    """
+    if isinstance(rows, Shards):
+        mean = rows.index["text_bytes"] / rows.stream_tokens
+        return lambda tokens: mean * len(tokens)
+    decode = load(rows.tokenizer_path).decode
+    return lambda tokens: float(len(decode(tokens).encode()))
 
 
 class _Cutter:

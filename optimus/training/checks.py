@@ -33,9 +33,7 @@ from optimus.checkpoint.store import check_same_model, check_same_run, model_dif
 from optimus.config import RunConfig, load_config
 from optimus.config.sizes import size_text
 from optimus.copies import RemoteCopies, UnreachableError
-from optimus.data.shards import Shards
-from optimus.data.token_formats import TOKEN_FORMATS
-from optimus.data.training import TrainingData, check_same_tokenizer
+from optimus.data.training import TrainingData, open_validation
 from optimus.errors import UserError
 from optimus.evaluation.text import check_text, read_rows
 from optimus.hub import check_same_folder
@@ -88,16 +86,12 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
         if each.text is not None:
             _check_text(each.text, f"validation.{number}.text", each.max_bytes or _BYTES_PER_TOKEN * each.tokens)
         elif each.path is not None:
-            form, colon, _ = each.path.partition(":")
-            if colon and form in TOKEN_FORMATS:
-                raise UserError(
-                    f"validation.{number}.path: {each.path} names token files of another trainer, which can only be trained "
-                    "on: give a folder of prepared data, or `text`"
-                )
-            shards = Shards(each.path, config.train.data_cache)
-            check_same_tokenizer(data.first_folder, shards)
             documents = config.data.documents == "mask"
-            if shards.masked and not any(part.tokens for part in read_rows(shards, each.tokens, documents=documents)):
+            try:
+                rows = open_validation(each.path, config, data.first_folder)
+            except UserError as error:
+                raise UserError(f"validation.{number}.path: {error}") from None
+            if rows.masked and not any(part.tokens for part in read_rows(rows, each.tokens, documents=documents)):
                 raise UserError(
                     f"validation.{number}.path: none of the first {each.tokens:,} tokens of {each.path} is predicted: raise "
                     "validation.tokens, or prepare the data with a longer `context`"

@@ -8,7 +8,7 @@ from typing import Any
 from optimus.comm import CollectiveError
 from optimus.config.tree import ValidationConfig
 from optimus.data import tokenizer
-from optimus.data.shards import Shards
+from optimus.data.training import open_validation
 from optimus.errors import UserError
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
@@ -152,9 +152,9 @@ class Validation(Hook):
     def _rows(self, trainer: Trainer, config: ValidationConfig) -> Iterator[Any]:
         from optimus.evaluation.text import read_rows
 
-        shards = Shards(str(config.path), trainer.config.train.data_cache)
+        rows = open_validation(str(config.path), trainer.config, trainer.run.data.first_folder)
         documents = trainer.progress.phase.config.data.documents == "mask"
-        yield from read_rows(shards, config.tokens, documents=documents)
+        yield from read_rows(rows, config.tokens, documents=documents)
 
 
 def _is_due(trainer: Trainer, step: int, every: int | None) -> bool:
