@@ -105,7 +105,12 @@ def generate(
     checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
     prompt: Annotated[list[str] | None, Option(help="Text to continue; repeat for several.")] = None,
     prompts: Annotated[Path | None, Option(help="File of prompts: JSON Lines with the field prompt.")] = None,
-    max_tokens: Annotated[int, Option(help="Maximum number of tokens to generate.")] = 128,
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            help="Maximum number of tokens to generate. Default: 128, or half of a context that is shorter than 256."
+        ),
+    ] = None,
     temperature: Annotated[float, Option(help="Sampling temperature; 0: greedy.")] = 0.0,
     top_p: Annotated[float, Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
     seed: Annotated[int, Option(help="Sampling seed.")] = 0,

@@ -24,6 +24,8 @@ from optimus.observe.machine import use_device, versions
 from optimus.observe.progress import ProgressBar
 from optimus.plugins import load_plugins, note_changed_plugins
 
+_NEW_TOKENS = 128  # of a continuation, where no number is asked for
+
 
 @dataclass(frozen=True)
 class _Loaded:
@@ -131,7 +133,7 @@ def generate_text(
     checkpoint: str | Path,
     prompt: str | Sequence[str],
     *,
-    max_tokens: int = 128,
+    max_tokens: int | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
@@ -143,6 +145,7 @@ def generate_text(
 ) -> str | list[str]:
     """Generates text after `prompt` with a checkpoint (or the newest of a run), greedily with `temperature` 0.
 
+    `max_tokens` is 128 by default, or half of the model's context if that is less.
     For a sequence of prompts, returns a list of texts. The function calls `on_text`, if given, with (index of the
     prompt, new piece of generated text). With `chat`, the checkpoint's chat template formats each prompt as a user's
     message.
@@ -158,8 +161,11 @@ def generate_text(
     path = local_checkpoint(checkpoint)
     loaded = _load(path, device, parse_special or chat)
     assert isinstance(loaded.model, CausalModel)
+    context = loaded.description.context
+    if max_tokens is None:
+        max_tokens = _NEW_TOKENS if context is None else max(1, min(_NEW_TOKENS, context // 2))
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    how |= {"eos_id": loaded.eos_id, "context": loaded.description.context, "on_text": on_text}
+    how |= {"eos_id": loaded.eos_id, "context": context, "on_text": on_text}
     several, tokens = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes), loaded.tokenizer
     prompts: list[Any] = list(prompt) if several else [prompt]
     if chat:

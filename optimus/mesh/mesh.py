@@ -132,6 +132,11 @@ class Mesh:
         return self.pipeline_stride or self.stage
 
     @property
+    def alternates(self) -> bool:
+        """True if the stages alternate in blocks of ranks."""
+        return self.block < self.stage
+
+    @property
     def edp(self) -> int:
         """Number of ranks of a pipeline stage that store the same slice of the same experts."""
         return self.stage // (self.ep * self.etp)

@@ -180,7 +180,7 @@ def _scaled_row(point: ScalingPoint, row: dict[str, Any], wide: bool) -> dict[st
 def _row(plan: Plan, wide: bool, offloads: bool) -> dict[str, Any]:
     job, mesh, parallel = plan.job, plan.job.mesh, plan.job.parallel
     stages = f" x{parallel.stages_per_rank}" if parallel.stages_per_rank > 1 else ""
-    side = f" /{mesh.pipeline_stride}" if mesh.pipeline_stride else ""
+    side = f" /{mesh.block}" if mesh.alternates else ""
     axes = {
         "pipeline": f"{mesh.pp} {parallel.schedule}{stages}{side}" if mesh.pp > 1 else "1",
         "tensor": _tensor(job),
@@ -257,8 +257,8 @@ def _below_table(plan: Plan, *, run: bool = True) -> list[str]:
     lines += [f"Plan 1 has {where}." for where in islice(_elsewhere(plan), 1)]
     if job.parallel.stages_per_rank > 1:
         lines.append(f"x{job.parallel.stages_per_rank}: each rank of the pipeline has this number of stages.")
-    if job.mesh.pipeline_stride:
-        lines.append(f"/{job.mesh.pipeline_stride}: the stages alternate in blocks of this number of ranks.")
+    if job.mesh.alternates:
+        lines.append(f"/{job.mesh.block}: the stages alternate in blocks of this number of ranks.")
     if job.precision == "fp32" and "bf16" not in machine.arithmetic:
         lines.append(
             f"The precision is fp32, because the file of {machine.name} has no rate for bf16 (arithmetic.bf16)."

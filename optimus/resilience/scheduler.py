@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from optimus.config.sizes import counted
 from optimus.disk import printable, user_path
 from optimus.errors import UserError, naming_disk_errors
 
@@ -110,7 +111,8 @@ def _check(job: BatchJob) -> None:
         nodes = re.search(r"(?:^|\s)(?:--nodes[=\s]\s*|-N\s*)(\S+)", text) if job.scheduler == "slurm" else None
         if nodes is not None and nodes[1] != str(job.nodes + job.spares):
             raise UserError(
-                f"--directive '{text}': the job has {job.nodes} nodes and {job.spares} spares: change --nodes or --spares"
+                f"--directive '{text}': the job has {counted(job.nodes, 'node')} and {counted(job.spares, 'spare')}: change "
+                "--nodes or --spares"
             )
 
 

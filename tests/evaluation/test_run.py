@@ -104,6 +104,10 @@ def test_all_tasks_on_shared_data(
 def test_generate_text(checkpoint: Path, model: Transformer, tokenizer: Any, eos_id: int) -> None:
     found = generate_text(checkpoint, "Question:", max_tokens=9, device="cpu")
     assert [found] == generate(model, tokenizer, ["Question:"], max_tokens=9, eos_id=eos_id, context=48)
+    # The model's context is 48.
+    assert generate_text(checkpoint, "Question:", device="cpu") == generate_text(
+        checkpoint, "Question:", max_tokens=24, device="cpu"
+    )
     drawn = generate_text(checkpoint, "Question:", max_tokens=9, temperature=2.0, top_p=0.9, seed=3, device="cpu")
     assert drawn != found
 
