@@ -91,7 +91,8 @@ def run(
     rows, measured = list[Row](), list[Columns]()
     for name in model or TABLE_3:
         of_ranks = run_fresh(_measure, ranks, [config_of(name, ranks, epso) for epso in (False, True)], steps)
-        found, errors = summary(name, *(sum(each) for each in zip(*of_ranks)))
+        parts, updates = (np.sum(each, axis=0) for each in zip(*of_ranks))
+        found, errors = summary(name, parts, updates)
         measured.append(found)
         for where, each in (
             ("published", published(name)),
@@ -147,14 +148,16 @@ def summary(name: str, steps_WN2: NDArray[Any], updates_2N: NDArray[Any]) -> tup
     seen = {column: [each[column] for each in rounds] for column in rounds[0]}
     if LAYOUTS[name].expert > 1:
         seen["optimizer"] = list(updates_2N[0] / updates_2N[1])
-    found = {column: _median(values) for column, values in seen.items()}
-    return tuple({column: each and each[i] for column, each in found.items()} for i in range(2))
+    found = {column: _median([value for value in values if value is not None]) for column, values in seen.items()}
+    return {column: middle for column, (middle, _) in found.items()}, {
+        column: error for column, (_, error) in found.items()
+    }
 
 
-def _median(values: Sequence[float | None]) -> tuple[float, float] | None:
-    """Returns the median and its standard error, as if the values were normal draws."""
-    if None in values:
-        return None
+def _median(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """Returns the median and its standard error, as if the values were normal draws; None without values."""
+    if not values:
+        return None, None
     low, middle, high = statistics.quantiles(values, n=4)
     return middle, 1.2533 / 1.349 * (high - low) / len(values) ** 0.5
 
