@@ -19,7 +19,7 @@ _STAGES = ", ".join(
 )
 
 
-LayerRange = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+LayerRange = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value)]
 
 
 class LayersConfig(Section):

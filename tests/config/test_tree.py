@@ -133,6 +133,11 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         ),
         (
             DENSE,
+            {"parallel": {"layers": [{"layers": 1.5, "recompute": ["norm"]}]}},
+            r"layers 1.5: give a layer, such as 3, or the first and the last one",
+        ),
+        (
+            DENSE,
             {"parallel": {"layers": [{"layers": "0-1", "recompute": []}, {"layers": 1, "recompute": ["norm"]}]}},
             r"layers 0-1 and layers 1 overlap: give each layer once",
         ),
