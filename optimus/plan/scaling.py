@@ -4,12 +4,18 @@ strong, with the same batch on more and more ranks."""
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from optimus.config.sizes import count_text
 from optimus.errors import UserError, naming_disk_errors
 from optimus.plan.job import Job
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.search import search
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TICKS = 1, 1.5, 2, 3, 5, 7  # numbers on the axis of speeds, in each power of ten: two or more where ranks double
 
 
 class ScalingPoint(NamedTuple):
@@ -87,10 +93,17 @@ def draw(points: Sequence[ScalingPoint], path: Path, kind: Scaling = "weak") -> 
 
     Raises `UserError` when the file cannot be written.
     """
-    from matplotlib.figure import Figure
+    with naming_disk_errors(path, "Make room, or choose another place"):
+        figure(points, kind).savefig(path, dpi=120)
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="ranks", ylabel="tokens per second")
+
+def figure(points: Sequence[ScalingPoint], kind: Scaling = "weak") -> "Figure":
+    """Returns the figure that `draw` writes."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    drawn = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = drawn.add_subplot(xscale="log", yscale="log", xlabel="ranks", ylabel="tokens per second")
     job = points[0].plan.job
     length = f"{job.train.sequence_length:,} tokens a sequence"
     axes.set_title(f"{kind.capitalize()} scaling of {job.model.family} on {job.machine.name}, {length}")
@@ -103,7 +116,8 @@ def draw(points: Sequence[ScalingPoint], path: Path, kind: Scaling = "weak") -> 
     efficiency.set(ylim=(0, 109), ylabel="efficiency, % of that on the fewest ranks")
     axes.set_xticks(ranks, [f"{number:,}" for number in ranks])
     axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=_TICKS))
+    axes.yaxis.set_major_formatter(lambda rate, _: count_text(rate))
     lines = [*axes.get_lines(), *efficiency.get_lines()]
     axes.legend(handles=lines, loc="lower right")
-    with naming_disk_errors(path, "Make room, or choose another place"):
-        figure.savefig(path, dpi=120)
+    return drawn

@@ -172,7 +172,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
     model = mapping(folder.setting("model"))
     sizes = [form.format(size) for key, form in _SIZES.items() if (size := number(model.get(key)))]
     return {
-        "model": " ".join(filter(None, [_text(model.get("family")), *sizes])) or None,
+        "model": ", ".join(filter(None, [_text(model.get("family")), *sizes])) or None,
         "parameters": plain(number(folder.described("parameters"))),
         "active_parameters": plain(number(folder.described("active_parameters"))),
         "step": folder.step,

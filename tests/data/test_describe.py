@@ -381,8 +381,10 @@ def test_text_controls_neither_terminal_nor_page(evil: Path, tmp_path: Path) -> 
 def test_the_page_in_a_browser(joined: Path, tmp_path: Path, scheme: str) -> None:
     optimus.describe_data(joined, html=tmp_path / "page.html")
     with browser() as chromium:
-        for widths in ((1280, 390), (390, 1280)):
-            _, found = opened(chromium, tmp_path / "page.html", widths, scheme, canvases=False)
+        for widths in ((390, 1280), (1280, 390)):
+            shown, found = opened(chromium, tmp_path / "page.html", widths, scheme, canvases=False)
+        for table in shown.locator(".scroll").all():
+            assert table.evaluate("each => each.scrollWidth - each.clientWidth") <= 0
     for text in ("Sources", "Lengths of documents", "Row 0", "median"):
         assert text in found["text"]
 

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from optimus import api
 from optimus.cli import app
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.plan.page import placed
+from optimus.plan.scaling import figure
 from tests.report.conftest import embedded
 
 ASKED = ["plan", "mula-1b", "--machine", "dgx-h100", "--ranks", "16"]
@@ -34,6 +36,19 @@ def test_scaling(tmp_path: Path) -> None:
     assert [(each["ranks"], each["efficiency"]) for each in found] == [
         (each["ranks"], each["efficiency"]) for each in result["scaling"]
     ]
+
+
+@pytest.mark.parametrize("most", [32, 256])
+def test_the_speeds_of_a_plot_can_be_read(most: int) -> None:
+    """The axis has two numbers or more, all different."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib (`make install-plot`)")
+    found = api.plan("mula-1b", machine="dgx-h100", ranks=16, as_is=True, scale=[16, most])
+    axes = figure(found.points).axes[0]
+    low, high = axes.get_ylim()
+    labels = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    shown = [label.get_text() for tick, label in labels if low <= tick <= high]
+    assert len(set(shown)) == len(shown) >= 2
+    assert shown[-1].endswith(" M")
 
 
 def test_placement() -> None:

@@ -46,8 +46,8 @@ def test_runs(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     write_samples(run)
     write_report([run, *others], tmp_path / "three.html")
     with browser() as chromium:
-        # Six curves; for each run time and memory, and two canvases of the expert load.
-        for name, charts, canvases, widths in (("one", 8, 10, (1280, 390)), ("three", 12, 18, (390, 1280))):
+        # Seven curves, one of the score; for each run time and memory, and two canvases of the expert load.
+        for name, charts, canvases, widths in (("one", 9, 11, (1280, 390)), ("three", 13, 19, (390, 1280))):
             shown, found = opened(chromium, tmp_path / f"{name}.html", widths)
             assert (found["charts"], len(found["canvases"]), found["lanes"]) == (charts, canvases, 4)
             assert "sciq" in found["text"]

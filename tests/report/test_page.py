@@ -41,6 +41,7 @@ def test_the_page_holds_what_the_files_hold(tmp_path: Path, make_run: Make) -> N
     assert [(each["kind"], each["step"]) for each in found["events"]] == [("failure", 10), ("recovered", 11)]
     assert found["clock"]["seconds"][-1] == 80
     assert "model_flops_utilization" not in found["series"]
+    assert found["facts"]["model"] == "olmoe, 2 layers, hidden 8"
     assert text.count("</script>") == 4  # an event's text ends no script
 
 

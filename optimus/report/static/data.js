@@ -36,6 +36,6 @@ facts.append(table(["fact", "value"], data.facts));
 const drawn = section("Sources and lengths");
 if (data.sources.length) panel(drawn, "Sources", data.sources_note).append(bars(data.sources, "source", true));
 panel(drawn, "Lengths of documents", data.lengths_note).append(
-  table(data.quantiles.map(each => each.label), [data.quantiles.map(each => text(each.value))]), bars(data.lengths, "tokens", false));
+  table(data.quantiles.map(each => each.label), [data.quantiles.map(each => text(each.value))], true), bars(data.lengths, "tokens", false));
 const rows = section("Rows as text");
 for (const each of data.rows) row(rows, each);

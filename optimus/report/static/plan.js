@@ -71,7 +71,8 @@ page.append(make("p", { className: "soft" }, `A step has ${text(data.tokens)} to
 const all = panel(section("Plans"), "", "", true);
 all.firstChild.remove();
 const columns = Object.keys(data.rows[0]);
-all.append(table(columns.map(name => name ? words(name) : "plan"), data.rows.map(row => columns.map(name => text(row[name])))));
+const whole = text => text.replace(/ (?=[%x])|(?<= x) | (?=s$)/g, "\u00a0");  // a number stays beside its unit
+all.append(table(columns.map(name => name ? whole(words(name)) : "plan"), data.rows.map(row => columns.map(name => whole(text(row[name]))))));
 const parts = section("Time and memory");
 bars(panel(parts, "Time of a step", "predicted"), plan => plan.time, value => value.toFixed(value < 1 ? 3 : 2) + " s", Math.max(...data.plans.map(plan => Object.values(plan.time).reduce((a, b) => a + b, 0))));
 const memory = plan => { const { total, ...rest } = plan.memory_bytes; return rest; };

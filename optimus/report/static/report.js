@@ -423,7 +423,7 @@ function draw() {
   if (!several) overview();
   const files = section("Configuration and machine");
   data.runs.forEach(run => {
-    const box = panel(files, run.name, run.folder);
+    const box = panel(files, run.name, run.folder, !several);
     const add = (title, content) => box.append(make("details", {}, make("summary", {}, title), attributes(make("pre", { tabIndex: 0 }, content), { role: "region", "aria-label": `${title} of ${run.name}` })));
     if (run.config) add("Configuration", run.config);
     run.environment.forEach(each => add(`Machine, versions and git state, from step ${each.step}`, JSON.stringify(each, null, 1)));
