@@ -165,6 +165,8 @@ def _describe_foreign(path: Path) -> str | None:
             f"a checkpoint of torch.distributed.checkpoint without {DESCRIPTION} and {MANIFEST}, so it cannot be checked: "
             f"another program has written it, or these files are lost. Use another checkpoint, or {cure}"
         )
+    if (path / "adapter_config.json").is_file():
+        return f"an adapter of PEFT, without its model: merge the two (merge_and_unload), {cure}"
     files = [file for file in sorted(path.glob("*")) if file.is_file() and file.suffix != ".distcp"]
     pickled = [file.name for file in files if _is_torch_save_file(file)]
     return f"a folder of torch.save files ({pickled[0]}), not a checkpoint of Optimus: {cure}" if pickled else None

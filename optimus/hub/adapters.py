@@ -20,8 +20,8 @@ from optimus.checkpoint.slices import full_slices
 from optimus.copies import copied, is_url, url_text
 from optimus.disk import user_path
 from optimus.errors import UserError
+from optimus.hub.config_json import ADAPTER, no_export, write_json
 from optimus.hub.config_json import FILE as CONFIG_JSON
-from optimus.hub.config_json import no_export, write_json
 from optimus.hub.exporting import check_free, new_folder
 from optimus.hub.keys import published
 from optimus.model.architecture import own_model
@@ -30,7 +30,7 @@ from optimus.model.low_rank import has_zeros
 from optimus.plugins import load_plugins, note_changed_plugins
 
 _OURS, _THEIRS = "model.", "base_model.model."
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
 
 
 _WITHOUT = ": leave `adapter` out to export the whole model, with the factors added"
@@ -50,7 +50,7 @@ def export_adapter(
     """
     load_plugins([*plugins])
     if is_url(output):
-        made = copied(output, _CONFIG, lambda folder: export_adapter(checkpoint, folder, base))
+        made = copied(output, ADAPTER, lambda folder: export_adapter(checkpoint, folder, base))
         return made | {"output": url_text(output)}
     output, path = user_path(output), local_checkpoint(checkpoint)
     check_free(output)
@@ -97,7 +97,7 @@ def export_adapter(
     }
     with new_folder(output) as folder:
         save_file({name: each.contiguous() for name, each in tensors.items()}, folder / _WEIGHTS, {"format": "pt"})
-        write_json(folder / _CONFIG, config)
+        write_json(folder / ADAPTER, config)
     return {
         "output": str(output),
         "rank": rank,

@@ -13,7 +13,7 @@ from optimus.errors import UserError
 from optimus.model.architecture import Architecture, ModelConfig
 from optimus.model.families import Choice, Family, Field, Multiple, Same, families
 
-FILE = "config.json"
+FILE, ADAPTER = "config.json", "adapter_config.json"
 PLUGIN, ARGUMENTS = "plugin", "arguments"  # fields in the config.json of a plugin's model
 
 
@@ -83,6 +83,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raw = parse_json(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         lack = "it is a file" if path.is_file() else f"it has no {FILE}"
+        if (path / ADAPTER).is_file():
+            lack = "it is an adapter of PEFT: merge the adapter into its model (merge_and_unload), and save the model"
         raise UserError(f"{path} is not a Hugging Face folder: {lack}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None

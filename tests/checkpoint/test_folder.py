@@ -132,6 +132,9 @@ def test_checkpoints_of_torch_are_told_from_damaged_ones(tmp_path: Path) -> None
             find_checkpoint(tmp_path / name)
     with pytest.raises(UserError, match=r"is a folder of torch.save files \(model\), .*optimus import`$"):
         find_checkpoint(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is an adapter of PEFT, without its model: merge .*optimus import`$"):
+        find_checkpoint(tmp_path)
 
 
 def test_differences_are_named_from_both_sides() -> None:

@@ -490,6 +490,10 @@ def test_folder_must_have_a_readable_config(tmp_path: Path) -> None:
     (tmp_path / "model.pt").touch()
     with pytest.raises(UserError, match=r"model.pt is not a Hugging Face folder: it is a file$"):
         read_model_folder(tmp_path / "model.pt")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"it is an adapter of PEFT: merge .*merge_and_unload"):
+        read_model_folder(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=r"config.json (cannot be read|must hold a JSON object)"):
