@@ -316,12 +316,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for to in ("megatron", "npy"):
         call(["prepare", f"{made}/text", "--to", to, "--tokenizer", tokenizer, "--output", f"{made}/{to}"])
     (made / "corpus").mkdir()
-    for name in ("web", "code"):
+    for name in ("web", "code", "valid"):
         for ending in ("bin", "idx"):
             shutil.copy(
                 made / "megatron" / f"text_document.{ending}", made / "corpus" / f"{name}_text_document.{ending}"
             )
-    (made / "corpus" / "valid.jsonl").write_text(json.dumps({"text": "held-out text " * 50}) + "\n")
     shutil.copytree(made / "npy", made / "dolma")
     for path in ("tokenizers/llama-3.1-8b", "allenai/dolma2-tokenizer"):
         (made / path).mkdir(parents=True)
