@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from optimus.config import RunConfig
+from optimus.config.sizes import counted
 from optimus.mesh import Mesh
 from optimus.resolve.decision import Decided
 
@@ -56,7 +57,7 @@ def axes(config: RunConfig, mesh: Mesh) -> Decided:
         values["parallel.data"] = mesh.dp
     if parallel.pipeline > 1 and parallel.pipeline_stride is None:
         values["parallel.pipeline_stride"] = mesh.stage
-    return Decided(values, f"what the other axes leave of {mesh.size} ranks")
+    return Decided(values, f"what the other axes leave of {counted(mesh.size, 'rank')}")
 
 
 def device(config: RunConfig, kind: str) -> Decided:
