@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.comm import Group
+from optimus.errors import UserError
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.linear_divergence import SoftTargets
 from optimus.model import Batch, CausalModel, Losses
@@ -147,6 +148,13 @@ class PipelineStages(nn.Module):
             stage: model.stage(partition.blocks[stage], first=stage == 0, last=stage == end)
             for stage in partition.local_stages
         }
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """Raises `UserError`, as for a user's hook that calls the model."""
+        raise UserError(
+            "trainer.model has this rank's stages and cannot be called: for logits, load a checkpoint in another program "
+            "with optimus.load_model"
+        )
 
     @property
     def config(self) -> Architecture:

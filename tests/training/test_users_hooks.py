@@ -563,11 +563,15 @@ def test_whatever_a_hook_raises_or_changes_is_said(small_run: dict[str, Any]) ->
     def changing(trainer: optimus.Trainer, record: optimus.StepRecord) -> None:
         record.times.by_kind["x"] = "bad"
 
+    def asking(trainer: optimus.Trainer, record: optimus.StepRecord) -> None:
+        trainer.model(torch.zeros(1, 4, dtype=torch.long))
+
     for number, (what, said) in enumerate(
         [
             (raising(Mute()), "after_step: Mute"),
             (raising(GeneratorExit()), "after_step: GeneratorExit"),
             (changing, r"after_step: UserError: record\.times does not belong to the hook"),
+            (asking, r"after_step: UserError: trainer\.model has this rank's stages and cannot be called"),
         ]
     ):
 
