@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import struct
 import tracemalloc
@@ -14,6 +15,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import torch
 import zstandard
 
 import optimus
@@ -24,6 +26,7 @@ from optimus.data.shards import BEGINS, INSIDE, Shards
 from optimus.data.token_files import open_token_files
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
 
 # ---- Writers, from the descriptions of the formats ----
 
@@ -293,6 +296,43 @@ def test_validation_on_token_files_is_that_on_the_same_rows(
         found = json.loads((output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
         assert found["loss/files"] == found["loss/prepared"]
         assert found["bits_per_byte/files"] == pytest.approx(found["bits_per_byte/prepared"], rel=0.02)
+
+
+def loss_and_bytes(run: Path, pieces: Sequence[Sequence[int]], tokenizer: Any) -> tuple[float, float]:
+    """Returns the loss and the bits per byte of pieces of documents, each by itself, in double precision."""
+    model, nats, tokens, nbytes = optimus.load_model(run).double(), 0.0, 0, 0
+    for piece in (piece for piece in pieces if len(piece) > 1):
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(torch.tensor([piece]))[0, :-1].double(), -1)
+        nats -= float(log_p.gather(1, torch.tensor(piece[1:])[:, None]).sum())
+        tokens += len(piece) - 1
+        nbytes += len(tokenizer.decode(piece[1:]).encode())
+    return nats / tokens, nats / math.log(2) / nbytes
+
+
+@pytest.mark.parametrize("documents_are", ["ignore", "mask"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_validation_without_ends_in_the_files(
+    small_run: dict[str, Any], ours: Shards, documents: list[list[int]], tmp_path: Path, documents_are: str, ends: bool
+) -> None:
+    """Documents of Megatron-LM need no end-of-text tokens, and may have one inside."""
+    from tokenizers import Tokenizer
+
+    given = [document[: None if ends else -1] for document in documents]
+    given[1][5] = ours.eos_id
+    write_megatron(tmp_path / "x", given, parts=2)
+    stream, starts = flat(given), {*np.cumsum([0, *map(len, given)]).tolist()}
+    cuts = [at for at in range(len(stream) // 32 * 32) if not at % 32 or (at in starts and documents_are == "mask")]
+    pieces = [stream[start:end] for start, end in zip(cuts, [*cuts[1:], len(stream) // 32 * 32])]
+    small_run["train"] |= {"precision": "float32", "steps": 1}
+    small_run["lr_schedule"]["warmup_steps"] = 1
+    small_run["data"] = {"path": str(ours.folder), "documents": documents_are}
+    optimus.train(
+        small_run | {"validation": [{"name": "files", "path": f"megatron:{tmp_path}/x", "tokens": len(stream)}]}
+    )
+    found = read_metrics(Path(small_run["train"]["output"]))[-1]
+    expected = loss_and_bytes(tmp_path / "run", pieces, Tokenizer.from_file(str(ours.tokenizer_path)))
+    assert (found["loss/files"], found["bits_per_byte/files"]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_token_files_for_validation_are_checked_before_the_first_step(
