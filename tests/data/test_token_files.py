@@ -335,6 +335,26 @@ def test_validation_without_ends_in_the_files(
     assert (found["loss/files"], found["bits_per_byte/files"]) == pytest.approx(expected, rel=1e-6)
 
 
+def test_validation_ends_documents_as_the_prepared_data_of_the_run(
+    small_run: dict[str, Any], texts: Path, ours: Shards, documents: list[list[int]], tmp_path: Path
+) -> None:
+    """The end-of-text token that a tokenizer_config.json named for `prepare` is that of the data."""
+    named, end = tmp_path / "tokenizer", ours.vocab_size
+    named.mkdir()
+    content = json.loads(ours.tokenizer_path.read_text(encoding="utf-8"))
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": end, "content": "<|done|>"})
+    (named / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (named / "tokenizer_config.json").write_text('{"eos_token": "<|done|>"}', encoding="utf-8")
+    prepare([texts], tmp_path / "data", tokenizer=named, context=32, workers=1)
+    write_npy(tmp_path / "x", [[*document[:-1], end] for document in documents])
+    sets = [{"name": "files", "path": f"npy:{tmp_path}/x/*.npy"}, {"name": "data", "path": str(tmp_path / "data")}]
+    optimus.train(small_run | {"data": {"path": str(tmp_path / "data"), "documents": "mask"}, "validation": sets})
+    found = read_metrics(Path(small_run["train"]["output"]))[-1]
+    assert found["loss/files"] == found["loss/data"]
+    rows = open_token_files(sets[0]["path"], tokenizer=str(tmp_path / "data"), context=32, seed=0, cache="")
+    assert rows.eos_id == end
+
+
 def test_token_files_for_validation_are_checked_before_the_first_step(
     small_run: dict[str, Any], ours: Shards, tmp_path: Path
 ) -> None:
