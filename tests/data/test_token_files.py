@@ -355,6 +355,53 @@ def test_validation_ends_documents_as_the_prepared_data_of_the_run(
     assert rows.eos_id == end
 
 
+def test_validation_measures_the_files_that_it_has_opened(
+    small_run: dict[str, Any], ours: Shards, documents: list[list[int]], tmp_path: Path
+) -> None:
+    """A file that a glob no longer finds changes no curve; a file that has shrunk ends the run, and its key is named."""
+
+    class Changes(optimus.Hook):
+        def __init__(self, path: Path, change: Callable[[Path], None]) -> None:
+            self.path, self.change = path, change
+
+        def after_step(self, trainer: Any, record: Any) -> None:
+            if record.step == 2:
+                self.change(self.path)
+
+    run = small_run | {"data": {"path": str(ours.folder)}}
+    run["optimizer"] = {"name": "adamw"}
+    run["lr_schedule"] = {"lr": 1e-30, "min_lr": 1e-30, "warmup_steps": 0}  # so that the losses of all steps are equal
+    for name, change in (
+        ("kept", lambda path: None),
+        ("gone", Path.unlink),
+        ("cut", lambda path: os.truncate(path, 99)),
+    ):
+        write_npy(tmp_path / name, documents, files=2)
+        sets = [{"name": "files", "path": f"npy:{tmp_path}/{name}/*.npy", "every": 1}]
+        run["train"] |= {"output": str(tmp_path / f"run-{name}")}
+        ended = pytest.raises(UserError, match=r"validation\.0\.path: .*part-1.npy has 99 bytes, but .* up to step 3\)")
+        with ended if name == "cut" else nullcontext():
+            optimus.train(run | {"validation": sets}, hooks=[Changes(tmp_path / name / "part-1.npy", change)])
+    losses = [[each["loss/files"] for each in read_metrics(tmp_path / f"run-{name}")] for name in ("kept", "gone")]
+    assert losses[0] == losses[1]
+
+
+def test_validation_reads_token_files_before_the_first_step(
+    small_run: dict[str, Any], ours: Shards, documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong token far from the samples is found before the first step, unless the run does not read it."""
+    monkeypatch.setattr("optimus.data.token_files._SAMPLE", 1)
+    stream = flat(documents)
+    stream[6000] = ours.vocab_size
+    write_npy(tmp_path / "x", [stream], files=1)
+    run = small_run | {"data": {"path": str(ours.folder)}}
+    sets = {"path": f"npy:{tmp_path}/x/*.npy"}
+    with pytest.raises(UserError, match=rf"validation\.0\.path: .*byte 12,000 has the token {ours.vocab_size}, but"):
+        optimus.train(run | {"validation": [sets]})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert optimus.train(run | {"validation": [sets | {"tokens": 32}]})["step"] == 6
+
+
 def test_token_files_for_validation_are_checked_before_the_first_step(
     small_run: dict[str, Any], ours: Shards, tmp_path: Path
 ) -> None:
