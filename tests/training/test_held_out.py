@@ -59,14 +59,8 @@ def test_text_that_the_first_rank_cannot_read_ends_all(config: dict[str, Any], t
     config["state"] = {"shard": shard}
     data = [config["data"]["path"]] * 2
     ended = run_ranks(train_rank, 2, config, [str(tmp_path / "absent"), str(TEXT)], data)
-    assert (
-        ended
-        == [
-            f"validation.0.text: input not found: {tmp_path / 'absent'} (no such file or folder, and no file matches it as a "
-            "glob)"
-        ]
-        * 2
-    )
+    absent = f"input not found: {tmp_path / 'absent'} (no such file or folder, and no file matches it as a glob)"
+    assert ended == [f"validation.0.text: {absent}"] * 2
     assert (Path(config["train"]["output"]) / "checkpoints" / "step-00000001").is_dir()  # the finished step is saved
 
 
