@@ -24,7 +24,7 @@ from optimus.config.data import SourceConfig
 from optimus.data.preparation import prepare
 from optimus.data.shards import BEGINS, INSIDE, Shards
 from optimus.data.token_files import open_token_files
-from optimus.data.training import TrainingData
+from optimus.data.training import TrainingData, open_validation
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 
@@ -384,6 +384,19 @@ def test_validation_measures_the_files_that_it_has_opened(
             optimus.train(run | {"validation": sets}, hooks=[Changes(tmp_path / name / "part-1.npy", change)])
     losses = [[each["loss/files"] for each in read_metrics(tmp_path / f"run-{name}")] for name in ("kept", "gone")]
     assert losses[0] == losses[1]
+
+
+def test_validation_measures_the_same_tokens_whatever_the_seed(
+    small_run: dict[str, Any], ours: Shards, documents: list[list[int]], tmp_path: Path
+) -> None:
+    write_npy(tmp_path / "x", documents)
+    found = []
+    for seed in (0, 7):
+        small_run["train"] |= {"seed": seed}
+        config = load_config(small_run | {"data": {"path": str(ours.folder)}})
+        rows = open_validation(f"npy:{tmp_path}/x/*.npy", config, ours)
+        found.append(rows.stored_rows(0, 4).tolist())
+    assert found[0] == found[1] == ours.stored_rows(0, 4).tolist()
 
 
 def test_validation_reads_token_files_before_the_first_step(
