@@ -24,6 +24,7 @@ from optimus.data.token_streams import TokenStream
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_read_errors
 
+_CURE = "give the tokenizer that made the tokens (data.tokenizer; for validation, files of the run's tokenizer)"
 _BLOCK = 4096  # bytes or tokens of a block of a sample
 _BLOCKS = 64  # maximum number of blocks of a file that its digest depends on
 _SAMPLE = 256  # maximum number of blocks of tokens in which an end-of-text token must occur
@@ -38,8 +39,8 @@ class TokenFileRows(UnshardedRows):
     ) -> None:
         if stream.tokens < context:
             raise UserError(
-                f"{where} has {stream.tokens:,} tokens, fewer than one sequence of {context}: choose a smaller "
-                "train.sequence_length (with `optimus data`, --context)"
+                f"{where} has {stream.tokens:,} tokens, fewer than one sequence of {context}: give more, or choose a "
+                "smaller train.sequence_length (with `optimus data`, --context)"
             )
         super().__init__(where, info, context, stream.tokens // context)
         self.masked = stream.indexed
@@ -117,13 +118,12 @@ class TokenFileRows(UnshardedRows):
             at = int(np.flatnonzero((ids_N < 0) | (ids_N >= self.vocab_size))[0])
             raise UserError(
                 f"{self._stream.where(start + at)} has the token {ids_N[at]}, but {self.tokenizer_path} has the tokens 0 to "
-                f"{self.vocab_size - 1}: give the tokenizer that made the tokens (data.tokenizer)"
+                f"{self.vocab_size - 1}: {_CURE}"
             )
         return ids_N
 
     def _check_ends(self) -> None:
         """Raises `UserError` if documents end with another token than the tokenizer's end-of-text token."""
-        cure = "give the tokenizer that made the tokens (data.tokenizer)"
         last_D = self._last_tokens() if self._stream.indexed else []
         end = last_D[0] if len(last_D) > 1 and len({*last_D}) == 1 else self.eos_id
         blocks = min(_SAMPLE, -(-self._stream.tokens // _BLOCK))
@@ -137,12 +137,12 @@ class TokenFileRows(UnshardedRows):
         if end != self.eos_id and not inside:
             raise UserError(
                 f"{self.where}: documents end with the token {end}, but the end-of-text token of "
-                f"{self.tokenizer_path} is {self.eos_id}: {cure}"
+                f"{self.tokenizer_path} is {self.eos_id}: {_CURE}"
             )
         if not found and not self._stream.indexed:
             raise UserError(
                 f"{self.where}: none of {min(blocks * _BLOCK, self._stream.tokens):,} tokens is the end-of-text token "
-                f"{self.eos_id} of {self.tokenizer_path}, so documents have no ends: {cure}"
+                f"{self.eos_id} of {self.tokenizer_path}, so documents have no ends: {_CURE}"
             )
 
     def _is_inside(self, token: int, start: int, ids_N: NDArray[np.integer[Any]]) -> bool:

@@ -103,13 +103,17 @@ def _unknown_token(path: Path) -> int | None:
 
 
 def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
-    # `tokenizer_config.json` and `special_tokens_map.json` describe only the `tokenizer.json` of their folder.
-    for config in (CONFIG, "special_tokens_map.json") if path.name == FILE else ():
+    # These files describe only the `tokenizer.json` of their folder; index.json is that of prepared data.
+    for config in (CONFIG, "special_tokens_map.json", "index.json") if path.name == FILE else ():
         file = path.parent / config
         if not file.is_file():
             continue
         try:
-            named = parse_json(file.read_bytes()).get("eos_token")
+            content = parse_json(file.read_bytes())
+            if config == "index.json":  # other programs have files of this name, too
+                content = content.get("tokenizer") if isinstance(content, dict) else None
+                content = content if isinstance(content, dict) else {}
+            named = content.get("eos_token")
         except (ValueError, AttributeError) as error:
             raise UserError(f"{file} is not a JSON object: {error}") from error
         token = named.get("content") if isinstance(named, dict) else named

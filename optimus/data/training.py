@@ -142,6 +142,8 @@ def open_sources(config: RunConfig, dataset: Any = None) -> dict[str, Rows]:
 def open_validation(path: str, config: RunConfig, data: Rows) -> Rows:
     """Opens a validation set: prepared data, or token files of another trainer (`open_token_files`).
 
+    The rows do not depend on the run's seed, so that runs with different seeds measure the same tokens.
+
     Raises `UserError` unless the tokens have the tokenizer of `data`, which the run trains on.
     """
     if split_format(path)[0] is None:
@@ -149,9 +151,7 @@ def open_validation(path: str, config: RunConfig, data: Rows) -> Rows:
         check_same_tokenizer(data, rows)
         return rows
     tokenizer, train = str(data.tokenizer_path), config.train
-    return open_token_files(
-        path, tokenizer=tokenizer, context=train.sequence_length, seed=train.seed, cache=train.data_cache
-    )
+    return open_token_files(path, tokenizer=tokenizer, context=train.sequence_length, seed=0, cache=train.data_cache)
 
 
 def sequences_in(sources: Mapping[str, Rows], length: int) -> int | None:

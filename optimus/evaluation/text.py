@@ -17,7 +17,7 @@ from optimus.data.documents import read_texts
 from optimus.data.files import resolve
 from optimus.data.inspection import check_beginning
 from optimus.data.packing import documents_BS, padding_BS
-from optimus.data.shards import INSIDE, NOT_PREDICTED, Rows, Shards
+from optimus.data.shards import BEGINS, NOT_PREDICTED, Rows, Shards
 from optimus.data.tokenizer import encoder, load
 from optimus.errors import UserError
 from optimus.evaluation.score import TOKENS_PER_BATCH, Scored, Window, score
@@ -155,7 +155,7 @@ def read_rows(shards: Rows, max_tokens: int, *, documents: bool = False) -> Iter
         if documents:
             begins_BS[:, 1:] = np.diff(documents_BS(tokens_BS, shards.eos_id)) != 0
         if shards.masked:
-            tokens_BS &= INSIDE - 1
+            tokens_BS &= BEGINS - 1
         predicted_BS &= ~begins_BS
         windows = []
         for row, chosen_S, begins_S in zip(tokens_BS.tolist(), predicted_BS, begins_BS):

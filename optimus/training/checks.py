@@ -33,6 +33,7 @@ from optimus.checkpoint.store import check_same_model, check_same_run, model_dif
 from optimus.config import RunConfig, load_config
 from optimus.config.sizes import size_text
 from optimus.copies import RemoteCopies, UnreachableError
+from optimus.data.token_files import TokenFileRows
 from optimus.data.training import TrainingData, open_validation
 from optimus.errors import UserError
 from optimus.evaluation.text import check_text, read_rows
@@ -89,9 +90,19 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
             documents = config.data.documents == "mask"
             try:
                 rows = open_validation(each.path, config, data.first_folder)
+                # Files without checksums are read as far as the run will measure them.
+                parts = read_rows(rows, each.tokens, documents=documents)
+                measured = (part.tokens and part.bytes for part in parts)
+                found = any([*measured]) if isinstance(rows, TokenFileRows) else not rows.masked or any(measured)
             except UserError as error:
                 raise UserError(f"validation.{number}.path: {error}") from None
-            if rows.masked and not any(part.tokens for part in read_rows(rows, each.tokens, documents=documents)):
+            limit = config.model.learned_positions or rows.context
+            if rows.context - 1 > limit:  # the last token of a row is not an input
+                raise UserError(
+                    f"validation.{number}.path: {each.path} has rows of {rows.context} tokens, but the model has only "
+                    f"{limit} learned positions: prepare the data with `context` {limit}"
+                )
+            if not found:
                 raise UserError(
                     f"validation.{number}.path: none of the first {each.tokens:,} tokens of {each.path} is predicted: raise "
                     "validation.tokens, or prepare the data with a longer `context`"

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import struct
 import tracemalloc
@@ -14,6 +15,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import torch
 import zstandard
 
 import optimus
@@ -22,8 +24,9 @@ from optimus.config.data import SourceConfig
 from optimus.data.preparation import prepare
 from optimus.data.shards import BEGINS, INSIDE, Shards
 from optimus.data.token_files import open_token_files
-from optimus.data.training import TrainingData
+from optimus.data.training import TrainingData, open_validation
 from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
 
 # ---- Writers, from the descriptions of the formats ----
 
@@ -293,6 +296,123 @@ def test_validation_on_token_files_is_that_on_the_same_rows(
         found = json.loads((output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
         assert found["loss/files"] == found["loss/prepared"]
         assert found["bits_per_byte/files"] == pytest.approx(found["bits_per_byte/prepared"], rel=0.02)
+
+
+def loss_and_bytes(run: Path, pieces: Sequence[Sequence[int]], tokenizer: Any) -> tuple[float, float]:
+    """Returns the loss and the bits per byte of pieces of documents, each by itself, in double precision."""
+    model, nats, tokens, nbytes = optimus.load_model(run).double(), 0.0, 0, 0
+    for piece in (piece for piece in pieces if len(piece) > 1):
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(torch.tensor([piece]))[0, :-1].double(), -1)
+        nats -= float(log_p.gather(1, torch.tensor(piece[1:])[:, None]).sum())
+        tokens += len(piece) - 1
+        nbytes += len(tokenizer.decode(piece[1:]).encode())
+    return nats / tokens, nats / math.log(2) / nbytes
+
+
+@pytest.mark.parametrize("documents_are", ["ignore", "mask"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_validation_without_ends_in_the_files(
+    small_run: dict[str, Any], ours: Shards, documents: list[list[int]], tmp_path: Path, documents_are: str, ends: bool
+) -> None:
+    """Documents of Megatron-LM need no end-of-text tokens, and may have one inside."""
+    from tokenizers import Tokenizer
+
+    given = [document[: None if ends else -1] for document in documents]
+    given[1][5] = ours.eos_id
+    write_megatron(tmp_path / "x", given, parts=2)
+    stream, starts = flat(given), {*np.cumsum([0, *map(len, given)]).tolist()}
+    cuts = [at for at in range(len(stream) // 32 * 32) if not at % 32 or (at in starts and documents_are == "mask")]
+    pieces = [stream[start:end] for start, end in zip(cuts, [*cuts[1:], len(stream) // 32 * 32])]
+    small_run["train"] |= {"precision": "float32", "steps": 1}
+    small_run["lr_schedule"]["warmup_steps"] = 1
+    small_run["data"] = {"path": str(ours.folder), "documents": documents_are}
+    optimus.train(
+        small_run | {"validation": [{"name": "files", "path": f"megatron:{tmp_path}/x", "tokens": len(stream)}]}
+    )
+    found = read_metrics(Path(small_run["train"]["output"]))[-1]
+    expected = loss_and_bytes(tmp_path / "run", pieces, Tokenizer.from_file(str(ours.tokenizer_path)))
+    assert (found["loss/files"], found["bits_per_byte/files"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_validation_ends_documents_as_the_prepared_data_of_the_run(
+    small_run: dict[str, Any], texts: Path, ours: Shards, documents: list[list[int]], tmp_path: Path
+) -> None:
+    """The end-of-text token that a tokenizer_config.json named for `prepare` is that of the data."""
+    named, end = tmp_path / "tokenizer", ours.vocab_size
+    named.mkdir()
+    content = json.loads(ours.tokenizer_path.read_text(encoding="utf-8"))
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": end, "content": "<|done|>"})
+    (named / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (named / "tokenizer_config.json").write_text('{"eos_token": "<|done|>"}', encoding="utf-8")
+    prepare([texts], tmp_path / "data", tokenizer=named, context=32, workers=1)
+    write_npy(tmp_path / "x", [[*document[:-1], end] for document in documents])
+    sets = [{"name": "files", "path": f"npy:{tmp_path}/x/*.npy"}, {"name": "data", "path": str(tmp_path / "data")}]
+    optimus.train(small_run | {"data": {"path": str(tmp_path / "data"), "documents": "mask"}, "validation": sets})
+    found = read_metrics(Path(small_run["train"]["output"]))[-1]
+    assert found["loss/files"] == found["loss/data"]
+    rows = open_token_files(sets[0]["path"], tokenizer=str(tmp_path / "data"), context=32, seed=0, cache="")
+    assert rows.eos_id == end
+
+
+def test_validation_measures_the_files_that_it_has_opened(
+    small_run: dict[str, Any], ours: Shards, documents: list[list[int]], tmp_path: Path
+) -> None:
+    """A file that a glob no longer finds changes no curve; a file that has shrunk ends the run, and its key is named."""
+
+    class Changes(optimus.Hook):
+        def __init__(self, path: Path, change: Callable[[Path], None]) -> None:
+            self.path, self.change = path, change
+
+        def after_step(self, trainer: Any, record: Any) -> None:
+            if record.step == 2:
+                self.change(self.path)
+
+    run = small_run | {"data": {"path": str(ours.folder)}}
+    run["optimizer"] = {"name": "adamw"}
+    run["lr_schedule"] = {"lr": 1e-30, "min_lr": 1e-30, "warmup_steps": 0}  # so that the losses of all steps are equal
+    for name, change in (
+        ("kept", lambda path: None),
+        ("gone", Path.unlink),
+        ("cut", lambda path: os.truncate(path, 99)),
+    ):
+        write_npy(tmp_path / name, documents, files=2)
+        sets = [{"name": "files", "path": f"npy:{tmp_path}/{name}/*.npy", "every": 1}]
+        run["train"] |= {"output": str(tmp_path / f"run-{name}")}
+        ended = pytest.raises(UserError, match=r"validation\.0\.path: .*part-1.npy has 99 bytes, but .* up to step 3\)")
+        with ended if name == "cut" else nullcontext():
+            optimus.train(run | {"validation": sets}, hooks=[Changes(tmp_path / name / "part-1.npy", change)])
+    losses = [[each["loss/files"] for each in read_metrics(tmp_path / f"run-{name}")] for name in ("kept", "gone")]
+    assert losses[0] == losses[1]
+
+
+def test_validation_measures_the_same_tokens_whatever_the_seed(
+    small_run: dict[str, Any], ours: Shards, documents: list[list[int]], tmp_path: Path
+) -> None:
+    write_npy(tmp_path / "x", documents)
+    found = []
+    for seed in (0, 7):
+        small_run["train"] |= {"seed": seed}
+        config = load_config(small_run | {"data": {"path": str(ours.folder)}})
+        rows = open_validation(f"npy:{tmp_path}/x/*.npy", config, ours)
+        found.append(rows.stored_rows(0, 4).tolist())
+    assert found[0] == found[1] == ours.stored_rows(0, 4).tolist()
+
+
+def test_validation_reads_token_files_before_the_first_step(
+    small_run: dict[str, Any], ours: Shards, documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong token far from the samples is found before the first step, unless the run does not read it."""
+    monkeypatch.setattr("optimus.data.token_files._SAMPLE", 1)
+    stream = flat(documents)
+    stream[6000] = ours.vocab_size
+    write_npy(tmp_path / "x", [stream], files=1)
+    run = small_run | {"data": {"path": str(ours.folder)}}
+    sets = {"path": f"npy:{tmp_path}/x/*.npy"}
+    with pytest.raises(UserError, match=rf"validation\.0\.path: .*byte 12,000 has the token {ours.vocab_size}, but"):
+        optimus.train(run | {"validation": [sets]})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert optimus.train(run | {"validation": [sets | {"tokens": 32}]})["step"] == 6
 
 
 def test_token_files_for_validation_are_checked_before_the_first_step(

@@ -59,10 +59,8 @@ def test_text_that_the_first_rank_cannot_read_ends_all(config: dict[str, Any], t
     config["state"] = {"shard": shard}
     data = [config["data"]["path"]] * 2
     ended = run_ranks(train_rank, 2, config, [str(tmp_path / "absent"), str(TEXT)], data)
-    assert (
-        ended
-        == [f"input not found: {tmp_path / 'absent'} (no such file or folder, and no file matches it as a glob)"] * 2
-    )
+    absent = f"input not found: {tmp_path / 'absent'} (no such file or folder, and no file matches it as a glob)"
+    assert ended == [f"validation.0.text: {absent}"] * 2
     assert (Path(config["train"]["output"]) / "checkpoints" / "step-00000001").is_dir()  # the finished step is saved
 
 
@@ -186,3 +184,16 @@ def test_sets_that_make_no_sense_are_refused(sets: dict[str, Any], wrong: dict[s
     sets["validation"] = [wrong, sets["validation"][1]]
     with pytest.raises(UserError, match=expected):
         train(sets)
+
+
+def test_rows_longer_than_the_learned_positions_are_refused_before_the_first_step(
+    sets: dict[str, Any], prepared: Path, tmp_path: Path
+) -> None:
+    prepare([TEXT], tmp_path / "long", tokenizer=prepared, context=64, workers=1)
+    sets["model"] = {"family": "gpt2", "hidden": 32, "layers": 2, "heads": 2, "intermediate": 16, "vocab": 320}
+    sets["model"]["learned_positions"] = 62
+    sets["validation"][1]["path"] = str(tmp_path / "long")
+    with pytest.raises(UserError, match=r"validation\.1\.path: .* has rows of 64 tokens, but the model has only 62"):
+        train(sets)
+    sets["model"]["learned_positions"] = 63
+    train(sets)

@@ -8,6 +8,7 @@ from typing import Any
 from optimus.comm import CollectiveError
 from optimus.config.tree import ValidationConfig
 from optimus.data import tokenizer
+from optimus.data.token_files import TokenFileRows
 from optimus.data.training import open_validation
 from optimus.errors import UserError
 from optimus.training.record import StepRecord
@@ -23,6 +24,9 @@ class Validation(Hook):
     """
 
     order = Order.MEASURE
+
+    def __init__(self) -> None:
+        self._token_files: dict[str, TokenFileRows] = {}  # open, so that all measurements read the same files
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         try:
@@ -40,10 +44,10 @@ class Validation(Hook):
 
     def _found(self, trainer: Trainer, step: int) -> dict[str, float]:
         section, found, due = trainer.config.evaluate, dict[str, float](), partial(_is_due, trainer, step)
-        for each in trainer.config.validation:
+        for number, each in enumerate(trainer.config.validation):
             if due(each.every):
-                read = self._rows if each.text is None else self._text
-                measured = self._measure(trainer, read(trainer, each))
+                key, read = ("path", self._rows) if each.text is None else ("text", self._text)
+                measured = self._measure(trainer, _naming(f"validation.{number}.{key}", read(trainer, each)))
                 if each.name is None:
                     found["bits_per_byte"] = measured["bits_per_byte"]
                 else:
@@ -152,9 +156,20 @@ class Validation(Hook):
     def _rows(self, trainer: Trainer, config: ValidationConfig) -> Iterator[Any]:
         from optimus.evaluation.text import read_rows
 
-        rows = open_validation(str(config.path), trainer.config, trainer.run.data.first_folder)
+        path = str(config.path)
+        rows = self._token_files.get(path) or open_validation(path, trainer.config, trainer.run.data.first_folder)
+        if isinstance(rows, TokenFileRows):
+            self._token_files[path] = rows
         documents = trainer.progress.phase.config.data.documents == "mask"
         yield from read_rows(rows, config.tokens, documents=documents)
+
+
+def _naming(key: str, parts: Iterator[Any]) -> Iterator[Any]:
+    """Yields the parts. Errors of reading them name `key`."""
+    try:
+        yield from parts
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
 
 
 def _is_due(trainer: Trainer, step: int, every: int | None) -> bool:
