@@ -190,7 +190,7 @@ def test_spares_do_not_disturb_a_full_world_but_take_a_free_place(meet: Callable
 @pytest.mark.in_turn(0, 3)
 def test_a_spare_that_comes_too_late_for_a_free_place_waits_on(meet: Callable[..., Nodes]) -> None:
     """A spare that misses a free place keeps waiting after the world's time limit: the world is complete."""
-    nodes = meet(2, 4, wait=10.0)
+    nodes = meet(2, 4, wait=45.0)
     for each in nodes.join(0, 1):
         each.result(BUSY)
     spares = nodes.join(2, 3)
@@ -200,7 +200,7 @@ def test_a_spare_that_comes_too_late_for_a_free_place_waits_on(meet: Callable[..
     nodes.join(0)[0].result(BUSY)
     until(lambda: any(each.done() for each in spares), "no spare takes the place")
     (late,) = [each for each in spares if not each.done()]
-    time.sleep(13)
+    time.sleep(50)
     assert not late.done(), f"{CHANGED}the time of a spare runs out in a full world"
     nodes.all[0].leave()
     (stays,) = [number for number in (2, 3) if spares[number - 2] is not late]
