@@ -7,6 +7,7 @@ compared with one undisturbed process.
 import itertools
 import json
 import random
+import re
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -112,6 +113,12 @@ class Chain(NamedTuple):
         return list(zip(self.layouts, self.layouts[1:]))
 
 
+def has_range(said: Sequence[str], layers: int) -> bool:
+    """Returns whether a model of `layers` layers has the ranges of `parallel.layers`, which were drawn for more."""
+    ends = [end for override in said for end in re.findall(r"\{layers: \d+-(\d+)", override)]
+    return all(int(end) < layers for end in ends)
+
+
 def chain(number: int) -> Chain:
     """Returns the random chain of this number."""
     choice, model = random.Random(SEED + number), [*MODELS][number % len(MODELS)]
@@ -119,7 +126,11 @@ def chain(number: int) -> Chain:
     plain, cut = [], []
     for of, layout in map(drawn, range(600)):
         said = [override for override in layout.overrides if not override.startswith(BESIDE_THE_POINT)]
-        if of == model and not any(override.startswith("model.layers=") for override in said):
+        if (
+            of == model
+            and not any(override.startswith("model.layers=") for override in said)
+            and has_range(said, layers)
+        ):
             plain.append(layout._replace(overrides=[*said, f"model.layers={layers}"]))
         elif of == model and f"model.layers={layers}" in said:
             cut.append(layout._replace(overrides=said))
