@@ -55,6 +55,15 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
+def naming_key(key: str) -> Iterator[None]:
+    """Adds the name of a key of the configuration to every `UserError` in the context."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+
+
+@contextmanager
 def naming_disk_errors(path: Path, cure: str) -> Iterator[None]:
     """Turns an `OSError` in the block into a `UserError` that names the path, the reason and the remedy."""
     try:

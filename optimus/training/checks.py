@@ -35,7 +35,7 @@ from optimus.config.sizes import size_text
 from optimus.copies import RemoteCopies, UnreachableError
 from optimus.data.token_files import TokenFileRows
 from optimus.data.training import TrainingData, open_validation
-from optimus.errors import UserError
+from optimus.errors import UserError, naming_key
 from optimus.evaluation.text import check_text, read_rows
 from optimus.hub import check_same_folder
 from optimus.model.count import count_parameters
@@ -85,17 +85,16 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
     are tasks but lm-eval is missing."""
     for number, each in enumerate(config.validation):
         if each.text is not None:
-            _check_text(each.text, f"validation.{number}.text", each.max_bytes or _BYTES_PER_TOKEN * each.tokens)
+            with naming_key(f"validation.{number}.text"):
+                check_text(each.text, each.max_bytes or _BYTES_PER_TOKEN * each.tokens)
         elif each.path is not None:
             documents = config.data.documents == "mask"
-            try:
+            with naming_key(f"validation.{number}.path"):
                 rows = open_validation(each.path, config, data.first_folder)
                 # Files without checksums are read as far as the run will measure them.
                 parts = read_rows(rows, each.tokens, documents=documents)
                 measured = (part.tokens and part.bytes for part in parts)
                 found = any([*measured]) if isinstance(rows, TokenFileRows) else not rows.masked or any(measured)
-            except UserError as error:
-                raise UserError(f"validation.{number}.path: {error}") from None
             limit = config.model.learned_positions or rows.context
             if rows.context - 1 > limit:  # the last token of a row is not an input
                 raise UserError(
@@ -112,13 +111,6 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
 
         check_lm_eval()
         load_tasks(config.evaluate.tasks, Path(str(config.evaluate.task_data)))
-
-
-def _check_text(text: str, key: str, max_bytes: int) -> None:
-    try:
-        check_text(text, max_bytes)
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from None
 
 
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:

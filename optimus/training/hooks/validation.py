@@ -10,7 +10,7 @@ from optimus.config.tree import ValidationConfig
 from optimus.data import tokenizer
 from optimus.data.token_files import TokenFileRows
 from optimus.data.training import open_validation
-from optimus.errors import UserError
+from optimus.errors import UserError, naming_key
 from optimus.training.record import StepRecord
 from optimus.training.trainer import Hook, Order, Trainer
 
@@ -166,10 +166,8 @@ class Validation(Hook):
 
 def _naming(key: str, parts: Iterator[Any]) -> Iterator[Any]:
     """Yields the parts. Errors of reading them name `key`."""
-    try:
+    with naming_key(key):
         yield from parts
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from error
 
 
 def _is_due(trainer: Trainer, step: int, every: int | None) -> bool:
